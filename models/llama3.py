@@ -1,0 +1,264 @@
+"""Llama 3 as one plain module: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+It knows nothing of context parallelism. It calls PyTorch's public `flex_attention` with the mask it is given, and takes
+the position of each token as an argument, because under context parallelism a rank's rows are not 0, 1, 2, ...
+
+Shapes: B batch, S tokens here, H query heads, G KV heads, D head dim, C dim, F ffn dim, V vocabulary.
+
+Parameters stand one to one beside the Hugging Face names (`models/hf_names.py`), the matrices in the same orientation
+and RoPE in the same "rotate half" convention, so that weights move over unchanged.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from flexcp.models.configs import Llama3Config, get_config
+
+_BLOCK = 128
+
+
+def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+@functools.lru_cache(maxsize=8)
+def causal_block_mask(seq_len: int, device: torch.device) -> BlockMask:
+    """The causal BlockMask over `seq_len` tokens, written down from its indices.
+
+    `create_block_mask` would evaluate S x S entries for a pattern that is known: blocks below the diagonal are full, the
+    diagonal is partial. (S/128)^2 int32 entries are all it takes.
+    """
+    num_blocks = -(-seq_len // _BLOCK)
+    row = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    # An unfinished last block is partial throughout, as in create_block_mask: kernels skip bounds checks in full ones.
+    full_rows = row < seq_len // _BLOCK
+    below = row[None, :] < row[:, None]
+    seen, is_full = below | (row[None, :] == row[:, None]), below & full_rows[:, None]
+
+    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        # Counts and indices of the set blocks, these first; kv_indices must be as wide as the number of KV blocks.
+        indices = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *ordered(seen & ~is_full),
+        *ordered(is_full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_causal,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, computed in fp32 at least and returned in the dtype of x."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary phases, [B, 1, S, D] in `dtype`.
+
+    The phase position * theta^(-2i/D) is taken in float64: at a million tokens an fp32 phase is off by 0.04, and a bf16
+    one aliases whole positions. Only cos and sin, which lie in [-1, 1], are rounded to `dtype`.
+
+    Args:
+        positions: [B or 1, S] int64, the place of each token in its document or sequence.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    phase_BSd = positions[..., None].to(torch.float64) * theta**-exponent
+    phase_B1SD = torch.cat([phase_BSd, phase_BSd], dim=-1)[:, None]
+    return phase_B1SD.cos().to(dtype), phase_B1SD.sin().to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (x_i, x_{i + D/2}) of x [B, H, S, D] by the phases of `rope_table`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention through the public flex_attention."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.grouped = config.num_heads != config.num_kv_heads
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+
+    def forward(
+        self, x_BSC: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask, score_mod: Callable | None
+    ) -> Tensor:
+        q_BHSD, k_BGSD, v_BGSD = (
+            rearrange(proj(x_BSC), "b s (h d) -> b h s d", d=self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BHSD = flex_attention(
+            apply_rope(q_BHSD, cos, sin),
+            apply_rope(k_BGSD, cos, sin),
+            v_BGSD,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(rearrange(out_BHSD, "b h s d -> b s (h d)"))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSC)) * self.up_proj(x_BSC))
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention, then SwiGLU, each behind its norm and beside its residual."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self, x_BSC: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask, score_mod: Callable | None
+    ) -> Tensor:
+        x_BSC = x_BSC + self.attn(self.attn_norm(x_BSC), cos, sin, block_mask, score_mod)
+        return x_BSC + self.mlp(self.mlp_norm(x_BSC))
+
+
+class Llama3(nn.Module):
+    """A Llama 3 decoder.
+
+    >>> model = build("llama3-debug", seed=0)
+    >>> with torch.no_grad():
+    ...     model(torch.zeros(1, 16, dtype=torch.int64)).shape
+    torch.Size([1, 16, 256])
+
+    Args:
+        config: the shape. Under `with torch.device("meta")` nothing is allocated; `to_empty` and `init_weights` then
+            make it real (`build` does all three).
+    """
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        # A tied head has no module of its own: `to_empty` would tear two names of one parameter apart.
+        self.head = None if config.tied_head else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        block_mask: BlockMask | None = None,
+        score_mod: Callable | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V] in the dtype of the parameters.
+
+        Args:
+            tokens: [B, S] int64.
+            positions: [B or 1, S] int64, the place of each token for RoPE; 0, 1, 2, ... where left out.
+            block_mask: what each token sees; causal over the given tokens where left out, never full attention.
+                Under context parallelism this is `plan.block_mask`.
+            score_mod: changes the scores, as in flex_attention.
+
+        Raises:
+            ValueError: where the shapes of tokens and positions do not fit.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must be [B, S] with S >= 1, not {list(tokens.shape)}")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if (
+            positions.ndim != 2
+            or positions.shape[1] != tokens.shape[1]
+            or positions.shape[0] not in (1, len(tokens))
+        ):
+            raise ValueError(
+                f"positions must be [B, S] or [1, S] like tokens {list(tokens.shape)}, not {list(positions.shape)}"
+            )
+        if block_mask is None:
+            block_mask = causal_block_mask(tokens.shape[1], tokens.device)
+
+        x_BSC = self.embed(tokens)
+        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta, x_BSC.dtype)
+        for layer in self.layers:
+            x_BSC = layer(x_BSC, cos, sin, block_mask, score_mod)
+        x_BSC = self.norm(x_BSC)
+        return F.linear(x_BSC, self.embed.weight) if self.head is None else self.head(x_BSC)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fills every parameter: norms with 1, matrices with a normal cut off at 3 sigma.
+
+        The matrices that write into the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * num_layers), so
+        that its variance does not grow with depth. Each parameter draws from a generator of its own, on the CPU and in
+        fp32, seeded by `seed` and its name: the weights are the same on every rank, device and group size, and do not
+        depend on the order or on which of them a rank holds.
+        """
+        for name, param in self.named_parameters():
+            if param.ndim == 1:
+                param.fill_(1.0)
+                continue
+            std = self.config.init_std
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= (2 * self.config.num_layers) ** 0.5
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            values = torch.empty(param.shape, dtype=torch.float32, device="cpu")
+            nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
+            param.copy_(values)
+
+
+def build(
+    model: str | Llama3Config,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Llama3:
+    """A model with fresh weights: made on the meta device, then allocated once, where and as it will be used.
+
+    Args:
+        model: a name of `CONFIGS`, or a config.
+        seed: of the weights; the same seed gives the same weights everywhere.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: for an unknown model name.
+    """
+    config = get_config(model) if isinstance(model, str) else model
+    with torch.device("meta"):
+        module = Llama3(config).to(dtype)
+    module.to_empty(device=device)
+    module.init_weights(seed)
+    return module
