@@ -1,4 +1,4 @@
-"""Model definitions: plain PyTorch modules that call flex_attention and know nothing of context parallelism."""
+"""Plain PyTorch model definitions: they call flex_attention and know nothing of context parallelism."""
 
 from flexcp.models.configs import CONFIGS, Llama3Config, get_config
 from flexcp.models.hf_names import from_hf, to_hf

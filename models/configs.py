@@ -1,7 +1,7 @@
 """The shapes of the models flexcp trains, and what can be said of them without building them.
 
-A config is only numbers, so that a plan, a memory estimate or a refusal costs nothing: `llama3-8b` is counted here
-without allocating a byte.
+A config is only numbers, so that a plan, a memory estimate or a refusal costs nothing: `llama3-8b` is counted
+here without allocating a byte.
 """
 
 import difflib

@@ -1,12 +1,13 @@
 """Llama 3 as one plain module: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-It knows nothing of context parallelism. It calls PyTorch's public `flex_attention` with the mask it is given, and takes
-the position of each token as an argument, because under context parallelism a rank's rows are not 0, 1, 2, ...
+It knows nothing of context parallelism. It calls PyTorch's public `flex_attention` with the mask it is given,
+and takes the position of each token as an argument, because under context parallelism a rank's rows are not
+0, 1, 2.
 
 Shapes: B batch, S tokens here, H query heads, G KV heads, D head dim, C dim, F ffn dim, V vocabulary.
 
-Parameters stand one to one beside the Hugging Face names (`models/hf_names.py`), the matrices in the same orientation
-and RoPE in the same "rotate half" convention, so that weights move over unchanged.
+Parameters stand one to one beside the Hugging Face names (`models/hf_names.py`), the matrices in the same
+orientation and RoPE in the same "rotate half" convention, so that weights move over unchanged.
 """
 
 import functools
@@ -16,10 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from flexcp.models.configs import Llama3Config, get_config
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-from flexcp.models.configs import Llama3Config, get_config
 
 _BLOCK = 128
 
@@ -32,18 +32,18 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 def causal_block_mask(seq_len: int, device: torch.device) -> BlockMask:
     """The causal BlockMask over `seq_len` tokens, written down from its indices.
 
-    `create_block_mask` would evaluate S x S entries for a pattern that is known: blocks below the diagonal are full, the
-    diagonal is partial. (S/128)^2 int32 entries are all it takes.
+    `create_block_mask` would evaluate S x S entries for a pattern that is known: blocks below the diagonal
+    are full, the diagonal is partial.
     """
     num_blocks = -(-seq_len // _BLOCK)
     row = torch.arange(num_blocks, dtype=torch.int32, device=device)
-    # An unfinished last block is partial throughout, as in create_block_mask: kernels skip bounds checks in full ones.
+    # An unfinished last row of blocks is partial throughout, as in create_block_mask: full ones go unchecked.
     full_rows = row < seq_len // _BLOCK
     below = row[None, :] < row[:, None]
     seen, is_full = below | (row[None, :] == row[:, None]), below & full_rows[:, None]
 
     def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        # Counts and indices of the set blocks, these first; kv_indices must be as wide as the number of KV blocks.
+        # Counts, and indices with the set ones first; these must be as wide as the number of KV blocks.
         indices = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
@@ -73,8 +73,8 @@ class RMSNorm(nn.Module):
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary phases, [B, 1, S, D] in `dtype`.
 
-    The phase position * theta^(-2i/D) is taken in float64: at a million tokens an fp32 phase is off by 0.04, and a bf16
-    one aliases whole positions. Only cos and sin, which lie in [-1, 1], are rounded to `dtype`.
+    The phase position * theta^(-2i/D) is taken in float64: at a million tokens an fp32 phase is off by 0.04,
+    and a bf16 one aliases whole positions. Only cos and sin, which lie in [-1, 1], are rounded to `dtype`.
 
     Args:
         positions: [B or 1, S] int64, the place of each token in its document or sequence.
@@ -161,8 +161,8 @@ class Llama3(nn.Module):
     torch.Size([1, 16, 256])
 
     Args:
-        config: the shape. Under `with torch.device("meta")` nothing is allocated; `to_empty` and `init_weights` then
-            make it real (`build` does all three).
+        config: the shape. Under `with torch.device("meta")` nothing is allocated; `to_empty` and
+            `init_weights` then make it real (`build` does all three).
     """
 
     def __init__(self, config: Llama3Config) -> None:
@@ -186,7 +186,7 @@ class Llama3(nn.Module):
         Args:
             tokens: [B, S] int64.
             positions: [B or 1, S] int64, the place of each token for RoPE; 0, 1, 2, ... where left out.
-            block_mask: what each token sees; causal over the given tokens where left out, never full attention.
+            block_mask: what each token sees; causal over the given tokens where left out, never full.
                 Under context parallelism this is `plan.block_mask`.
             score_mod: changes the scores, as in flex_attention.
 
@@ -203,7 +203,7 @@ class Llama3(nn.Module):
             or positions.shape[0] not in (1, len(tokens))
         ):
             raise ValueError(
-                f"positions must be [B, S] or [1, S] like tokens {list(tokens.shape)}, not {list(positions.shape)}"
+                f"positions must be [B or 1, S] as tokens {list(tokens.shape)}, not {list(positions.shape)}"
             )
         if block_mask is None:
             block_mask = causal_block_mask(tokens.shape[1], tokens.device)
@@ -219,10 +219,10 @@ class Llama3(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fills every parameter: norms with 1, matrices with a normal cut off at 3 sigma.
 
-        The matrices that write into the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * num_layers), so
-        that its variance does not grow with depth. Each parameter draws from a generator of its own, on the CPU and in
-        fp32, seeded by `seed` and its name: the weights are the same on every rank, device and group size, and do not
-        depend on the order or on which of them a rank holds.
+        The matrices that write into the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 *
+        num_layers), so that its variance does not grow with depth. Each parameter draws from a generator of
+        its own, on the CPU and in fp32, seeded by `seed` and its name: the weights are the same on every
+        rank, device and group size, and do not depend on the order or on which of them a rank holds.
         """
         for name, param in self.named_parameters():
             if param.ndim == 1:
