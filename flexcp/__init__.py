@@ -1,4 +1,9 @@
-"""flexcp: context parallelism for FlexAttention."""
+"""flexcp: context parallelism for FlexAttention.
+
+plan = flexcp.plan(mask, seq_len, mesh)
+with flexcp.context_parallel(plan):
+    loss(model(plan.shard(tokens, pad=0), plan.positions), plan.shard(labels, pad=-100)).backward()
+"""
 
 from pathlib import Path as _Path
 
@@ -6,4 +11,8 @@ from pathlib import Path as _Path
 if not (_Path(__file__).parent / "masks" / "__init__.py").exists():
     __path__.append(str(_Path(__file__).parent.parent))
 
+from flexcp.api import Plan, plan
+from flexcp.dispatch import bypass, context_parallel
+
 __version__ = "0.1.0"
+__all__ = ["Plan", "bypass", "context_parallel", "plan"]

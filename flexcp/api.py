@@ -1,0 +1,267 @@
+"""`flexcp.plan` and the Plan it returns: planning and communication joined for the user."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp import balance as balancing
+from flexcp import planner, sharding
+from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
+from flexcp.comm import Link
+from flexcp.dispatch import Token
+from flexcp.errors import unknown
+from flexcp.layout import Layout
+from flexcp.planner import Schedule
+
+Mask = BlockMask | MaskMod
+
+
+def plan(
+    mask: Mask | Mapping[str, Mask],
+    seq_len: int,
+    mesh: DeviceMesh | int,
+    *,
+    rank: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    balance: str = "auto",
+    comm: str = "auto",
+    device: torch.device | str | None = None,
+) -> "Plan":
+    """Decides which rank holds which part of the sequence and what it receives when, from the mask alone.
+
+    Every rank of the group must call it with equal arguments.
+
+    Args:
+        mask: a flexcp.masks.Mask, a mask_mod(b, h, q_idx, kv_idx) -> bool in global indices, or a BlockMask of the
+            whole sequence; or several by name, for a model whose layers differ.
+        seq_len: S, tokens of the whole sequence; any length, the tail is padded inside.
+        mesh: the `cp` group: a DeviceMesh that is one-dimensional or has a dimension named "cp"; or the size of a group
+            that does not exist yet (1 does).
+        rank: whose plan this is, where mesh is a size; default 0.
+        batch, heads: how many batch rows and query heads a plain mask_mod distinguishes; None: it reads neither.
+        block_size: tokens, or (queries, keys); None: the BlockMask's own, else 128.
+        balance: "contiguous", "head_tail", or "auto": the one whose busiest rank has the least work.
+        comm: "gather", "ring", or "auto": gather.
+        device: where the plan's tensors live; None: the mesh's device type, else CPU.
+    Raises:
+        ValueError, TypeError: one sentence that says what was given, what is needed and what to do.
+
+    >>> import flexcp
+    >>> plan = flexcp.plan(lambda b, h, q, kv: q >= kv, seq_len=1000, mesh=2, rank=1, balance="contiguous")
+    >>> plan.local_len, plan.positions[0, :3].tolist()
+    (512, [512, 513, 514])
+    """
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise ValueError(
+            f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}"
+        )
+    _check_name("balance", balance, balancing.BALANCES)
+    _check_name("comm", comm, ("auto", *planner.COMMS))
+    link, size, rank, mesh_device = _group(mesh, rank)
+    device = torch.device(device or mesh_device)
+    blocks = _block_size(block_size)
+    masks = dict(mask) if isinstance(mask, Mapping) else {_ONLY: mask}
+    if not masks:
+        raise ValueError("plan was given no mask at all; name at least one")
+    sources = {name: block_source(one, seq_len, blocks, batch, heads, device) for name, one in masks.items()}
+    sizes = {source.block_size for source in sources.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
+    helpers = _Shared(tuple(sources.values()), link, size, device)
+    layout = balancing.choose_layout(balance, seq_len, size, sizes.pop(), helpers.row_work)
+    comm = "gather" if comm == "auto" else comm
+    schedules = {
+        name: planner.build_schedule(
+            source, layout, rank, comm, lambda source=source: helpers.needs(source, layout, rank), device
+        )
+        for name, source in sources.items()
+    }
+    return Plan(layout, rank, comm, schedules, link, device)
+
+
+_ONLY = "mask"
+
+
+class _Shared:
+    """What ranks must agree on: every rank derives it alone, or each does its share and they exchange it."""
+
+    def __init__(
+        self, sources: tuple[BlockSource, ...], link: Link | None, size: int, device: torch.device
+    ) -> None:
+        self.sources, self.size, self.device = sources, size, device
+        self.link = link if size > 1 else None
+
+    def row_work(self, starts: Tensor) -> Tensor:
+        return torch.stack([self._row_work(source, starts) for source in self.sources]).sum(0)
+
+    def _row_work(self, source: BlockSource, starts: Tensor) -> Tensor:
+        columns = torch.arange(0, source.seq_len, source.block_size[1], device=self.device)
+        starts = starts.to(self.device)
+        if self.link is None or not source.needs_pairs:
+            return planner.row_work(source, starts, columns)
+        share = -(-starts.numel() // self.size)
+        work = starts.new_zeros(share)
+        mine = starts[self.link.rank * share :][:share]
+        work[: mine.numel()] = planner.row_work(source, mine, columns)
+        return self.link.all_gather(work).flatten()[: starts.numel()]
+
+    def needs(self, source: BlockSource, layout: Layout, rank: int) -> Tensor:
+        if self.link is not None and source.needs_pairs:
+            mine = planner.needs(source, layout, rank, self.device)
+            return self.link.all_gather(mine.to(self.device, torch.uint8)).bool().cpu()
+        return torch.stack([planner.needs(source, layout, other, self.device) for other in range(self.size)])
+
+
+class Plan:
+    """One layout of one sequence over one group, with a schedule for each mask. Made by `flexcp.plan`.
+
+    Attributes:
+        layout: which rank owns which chunk.
+        rank, cp_size: this rank's number in the group and the group's size.
+        comm: "gather" or "ring".
+        seq_len: S, real tokens; local_len: L, rows of this rank, padding included.
+        schedules: by the mask's name ("mask" where there is only one).
+        link: the connection to the group, with counters of what was sent.
+        device: where the plan's tensors live.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        comm: str,
+        schedules: dict[str, Schedule],
+        link: Link | None,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.rank, self.comm, self.schedules, self.device = layout, rank, comm, schedules, device
+        self._link = link
+        self.cp_size, self.seq_len, self.local_len = layout.cp_size, layout.seq_len, layout.local_len
+        positions = layout.positions(rank)[None].to(device)
+        self.valid = positions < self.seq_len
+        self.positions = positions.clamp(max=self.seq_len - 1)
+        self._tokens = {
+            name: Token(self, lambda schedule=schedule: schedule, device)
+            for name, schedule in schedules.items()
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(seq_len={self.seq_len}, rank={self.rank} of {self.cp_size}, local_len={self.local_len}, "
+            f"layout={self.layout.name!r}, comm={self.comm!r}, masks={list(self.schedules)})"
+        )
+
+    @property
+    def link(self) -> Link:
+        self.require_group()
+        assert self._link is not None
+        return self._link
+
+    def require_group(self) -> None:
+        """Raises RuntimeError where the plan was made for a group that does not exist."""
+        if self._link is None:
+            raise RuntimeError(
+                f"this plan was made for a group of {self.cp_size} that does not exist; "
+                "to run it, pass flexcp.plan a DeviceMesh of that many ranks"
+            )
+
+    @property
+    def block_mask(self) -> BlockMask:
+        """What to hand to flex_attention inside the context; a token, not the mask itself (see `schedules`)."""
+        if len(self._tokens) != 1:
+            raise ValueError(
+                f"this plan has several masks; use plan.block_masks[name], with name of {list(self._tokens)}"
+            )
+        return next(iter(self._tokens.values())).block_mask
+
+    @property
+    def block_masks(self) -> dict[str, BlockMask]:
+        """As `block_mask`, by the mask's name."""
+        return {name: token.block_mask for name, token in self._tokens.items()}
+
+    @cached_property
+    def whole_sequence_token(self) -> Token:
+        """Stands for full attention over the whole sequence, which is what block_mask=None means."""
+        layout, rank, comm, device = self.layout, self.rank, self.comm, self.device
+        some = next(iter(self.schedules.values())).source
+        source = Everything(self.seq_len, some.block_size)
+
+        def need() -> Tensor:
+            return torch.stack(
+                [planner.needs(source, layout, other, device) for other in range(layout.cp_size)]
+            )
+
+        schedule = planner.build_schedule(source, layout, rank, comm, need, device)
+        return Token(self, lambda: schedule, device)
+
+    def shard(self, x: Tensor, dim: int = 1, pad: float | int | bool | None = None) -> Tensor:
+        """This rank's rows of a tensor that holds the whole sequence along `dim`, in local order.
+
+        Args:
+            x: size seq_len along dim; the same on every rank.
+            pad: value of the padded tail; None: 0 for floating point, and refused for integers where there is a tail.
+        Returns:
+            x with size local_len along dim. Differentiable.
+        Raises:
+            ValueError: the size is not seq_len, or pad is missing.
+        """
+        return sharding.shard(x, self.layout, self.rank, dim, pad)
+
+    def unshard(self, x: Tensor, dim: int = 1, grad: str | None = None) -> Tensor:
+        """The whole sequence, in order and without its padding, from every rank's rows. A collective.
+
+        Args:
+            x: size local_len along dim.
+            grad: for a tensor that requires grad: "replicated" (every rank computes the same loss from the result:
+                backward slices) or "partial" (the ranks' losses differ and add up: backward reduce-scatters).
+        Returns:
+            x with size seq_len along dim, exactly what went into `shard`.
+        Raises:
+            ValueError: the size is not local_len, or grad is missing or unknown.
+        """
+        return sharding.unshard(x, self.layout, self.link, dim, grad)
+
+
+def _group(mesh: DeviceMesh | int, rank: int | None) -> tuple[Link | None, int, int, str]:
+    """(connection, size, rank, device type); no connection where the group does not exist."""
+    if isinstance(mesh, DeviceMesh):
+        if rank is not None:
+            raise ValueError("rank is for a mesh given as a size; a DeviceMesh knows this process's rank")
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim != 1 and "cp" not in names:
+            raise ValueError(
+                f"the mesh has dimensions {names or mesh.ndim}, but one must be named 'cp'; slice or name it"
+            )
+        group = mesh.get_group("cp" if "cp" in names else 0)
+        link = Link(group)
+        return link, link.size, link.rank, mesh.device_type
+    if isinstance(mesh, bool) or not isinstance(mesh, int):
+        raise TypeError(f"mesh is a DeviceMesh or the size of the group, got {type(mesh).__name__}")
+    if mesh < 1:
+        raise ValueError(f"a group has at least 1 rank, got mesh={mesh}")
+    rank = rank or 0
+    if not 0 <= rank < mesh:
+        raise ValueError(f"rank is at least 0 and below mesh={mesh}, got {rank}")
+    return Link(None) if mesh == 1 else None, mesh, rank, "cpu"
+
+
+def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    pair = (given, given) if isinstance(given, int) else tuple(given)
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
+        raise ValueError(
+            f"block_size is a number of tokens or (queries, keys), each at least 1, got {given!r}"
+        )
+    return pair
+
+
+def _check_name(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise unknown(what, given, known)

@@ -1,0 +1,171 @@
+"""The executor: walks a schedule's stages, communicates for the next while it computes this one, and merges.
+
+Keys and values of a rank travel in one buffer. Results accumulate in fp32 (fp64 for fp64 inputs), in the order of the
+stages, so that a run repeats bit for bit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexcp import kernel
+from flexcp.comm import Link, Pending
+from flexcp.kernel import Score
+from flexcp.merge import merge
+from flexcp.planner import Schedule, Stage
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, score: Score, scale: float, link: Link
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the whole sequence.
+
+    Args:
+        q: [B, H, L, D]; k: [B, G, L, D]; v: [B, G, L, Dv], this rank's shards.
+    Returns:
+        out [B, H, L, Dv] and lse [B, H, L], natural logarithm, in the accumulation dtype.
+    """
+    out = lse = None
+    for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
+        if stage.block_mask is None:
+            continue
+        partial = kernel.forward(q, k_stage, v_stage, stage, score, scale)
+        out, lse = partial if out is None or lse is None else merge(out, lse, *partial)
+    if out is None or lse is None:
+        dtype = kernel.accumulation_dtype(q.dtype)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    return out, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    schedule: Schedule,
+    score: Score,
+    scale: float,
+    link: Link,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Gradients of this rank's shards, and this rank's part of the gradient of each captured tensor.
+
+    Args:
+        out, lse: what `forward` returned (out may have been cast); dout, dlse: gradients of them, dlse may be None.
+    Returns:
+        dq, dk, dv in the accumulation dtype, and per buffer a gradient or None.
+    """
+    dtype = kernel.accumulation_dtype(q.dtype)
+    dq = torch.zeros_like(q, dtype=dtype)
+    dbuffers: list[Tensor | None] = [None] * len(score.buffers)
+    keys = _KeyGradients(schedule, k, v, dtype, link)
+    for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
+        dkv = None
+        if stage.block_mask is not None:
+            dq_stage, dk_stage, dv_stage, dbuffers_stage = kernel.backward(
+                q, k_stage, v_stage, out, lse, dout, dlse, stage, score, scale
+            )
+            dq += dq_stage
+            dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
+            dkv = dk_stage, dv_stage
+        keys.send_home(stage, dkv)
+    dk, dv = keys.collect()
+    return dq, dk, dv, dbuffers
+
+
+def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[tuple[Stage, Tensor, Tensor]]:
+    """Each stage with its keys and values; those of the next are on their way while the caller computes."""
+    if link.size == 1:
+        yield schedule.stages[0], k, v
+    elif schedule.comm == "gather":
+        shards = _unpack(link.all_gather(_pack(k, v)), k, v)
+        yield schedule.stages[0], *(_side_by_side(x) for x in shards)
+    else:
+        own = _pack(k, v)
+        for stage, received in _ring(schedule, own, link):
+            if received is not None:
+                yield stage, *_unpack(received, k, v)
+            else:
+                yield stage, k, v
+
+
+def _ring(schedule: Schedule, own: Tensor, link: Link) -> Iterator[tuple[Stage, Tensor | None]]:
+    def start(stage: Stage) -> Pending:
+        return link.shift(own, stage.send_to, own, stage.receive_from)
+
+    pending = start(schedule.stages[0])
+    for stage, following in zip(schedule.stages, (*schedule.stages[1:], None)):
+        received = pending.wait()
+        if following is not None:
+            pending = start(following)
+        yield stage, received
+        del received  # or it would live on while the buffer after the next arrives
+
+
+class _KeyGradients:
+    """Brings the gradient of keys and values home to the rank that owns them, and adds them up there."""
+
+    def __init__(self, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype, link: Link) -> None:
+        self.gather = schedule.comm == "gather"
+        self.link = link
+        self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        self.pending: Pending | None = None
+
+    def send_home(self, stage: Stage, dkv: tuple[Tensor, Tensor] | None) -> None:
+        """Hands over one stage's gradients, by kernel layout of that stage; None where it computed nothing."""
+        self._settle()
+        if self.link.size == 1 or (not self.gather and stage.sources == (self.link.rank,)):
+            if dkv is not None:
+                self.dk += dkv[0]
+                self.dv += dkv[1]
+        elif self.gather:
+            assert dkv is not None
+            shards = (_one_by_one(x, self.link.size) for x in dkv)
+            mine = self.link.reduce_scatter(torch.stack([_pack(*pair) for pair in zip(*shards)]))
+            self.dk, self.dv = _unpack(mine, self.dk, self.dv)
+        else:
+            # The reverse of the way the keys came: back to their owner, and this rank's own back from its reader.
+            packed = None if dkv is None else _pack(*dkv)
+            like = _pack(self.dk, self.dv) if packed is None else packed
+            self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        self._settle()
+        return self.dk, self.dv
+
+    def _settle(self) -> None:
+        received = self.pending.wait() if self.pending is not None else None
+        self.pending = None
+        if received is not None:
+            dk, dv = _unpack(received, self.dk, self.dv)
+            self.dk += dk
+            self.dv += dv
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """One flat buffer, keys first."""
+    return torch.cat([k.flatten(), v.flatten()])
+
+
+def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `_pack` along the last dimension; any leading ones stay."""
+    keys, values = kv.split([k.numel(), v.numel()], dim=-1)
+    return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
+
+
+def _side_by_side(shards: Tensor) -> Tensor:
+    """[cp_size, B, G, L, D] -> [B, G, cp_size * L, D]."""
+    return shards.movedim(0, 2).flatten(2, 3)
+
+
+def _one_by_one(x: Tensor, cp_size: int) -> Tensor:
+    """The inverse of `_side_by_side`."""
+    return x.unflatten(2, (cp_size, -1)).movedim(2, 0)
+
+
+def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    return part if total is None else total if part is None else total + part

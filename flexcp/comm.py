@@ -1,0 +1,123 @@
+"""The only place with collectives: what moves between the ranks of the `cp` group, counted."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Counters:
+    """What a rank has put on the wire since the counters were last cleared.
+
+    Attributes:
+        p2p_messages, p2p_bytes: point-to-point sends.
+        collective_calls, collective_bytes: collectives, with the bytes that leave this rank for others.
+        peak_shards: the most buffers received from other ranks, or being received, that were alive at once.
+    """
+
+    p2p_messages: int = 0
+    p2p_bytes: int = 0
+    collective_calls: int = 0
+    collective_bytes: int = 0
+    peak_shards: int = 0
+    _live: int = field(default=0, repr=False)
+
+    def clear(self) -> None:
+        self.p2p_messages = self.p2p_bytes = self.collective_calls = self.collective_bytes = (
+            self.peak_shards
+        ) = 0
+
+    def _arrive(self, buffer: Tensor) -> None:
+        self._live += 1
+        self.peak_shards = max(self.peak_shards, self._live)
+        weakref.finalize(buffer, self._leave)
+
+    def _leave(self) -> None:
+        self._live -= 1
+
+
+class Pending:
+    """A shift under way."""
+
+    def __init__(self, received: Tensor | None, sent: Tensor | None, works: list[dist.Work]) -> None:
+        self._received, self._sent, self._works = received, sent, works
+
+    def wait(self) -> Tensor | None:
+        """The received buffer (None if nothing was to come); the sent one may be overwritten afterwards."""
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], None
+        received, self._received = self._received, None
+        return received
+
+
+class Link:
+    """This rank's connection to its `cp` group. Without a group it is alone, and everything it does is local."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.counters = Counters()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x of every rank, in rank order: [cp_size, *x.shape]."""
+        if self.size == 1:
+            return x[None]
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(
+            out.flatten(0, 1) if x.dim() else out, x if x.dim() else x[None], group=self.group
+        )
+        self._count_collective(x.numel() * x.element_size() * (self.size - 1))
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum over ranks of the part meant for this one: [cp_size, ...] -> [...].
+
+        Parts travel by all-to-all and are added in rank order, so that the sum is the same in every run.
+        """
+        if self.size == 1:
+            return x[0]
+        x = x.contiguous()
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=self.group)
+        self._count_collective(x[0].numel() * x.element_size() * (self.size - 1))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, in x's dtype, added in rank order."""
+        return x if self.size == 1 else self.all_gather(x).sum(0)
+
+    def shift(
+        self, send: Tensor | None, send_to: int | None, like: Tensor | None, receive_from: int | None
+    ) -> Pending:
+        """Starts sending one buffer and receiving another, point to point; either may be absent.
+
+        Args:
+            send: contiguous, untouched until `wait`; sent if send_to is a rank of the group.
+            like: what the received buffer looks like; received if receive_from is a rank of the group.
+        """
+        operations, received = [], None
+        if send_to is not None:
+            assert send is not None
+            operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to))
+            self.counters.p2p_messages += 1
+            self.counters.p2p_bytes += send.numel() * send.element_size()
+        if receive_from is not None:
+            assert like is not None
+            received = torch.empty_like(like)
+            self.counters._arrive(received)
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=receive_from))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(received, send, works)
+
+    def _count_collective(self, sent_bytes: int) -> None:
+        self.counters.collective_calls += 1
+        self.counters.collective_bytes += sent_bytes

@@ -1,0 +1,87 @@
+"""Every private torch name that more than one room needs, in one place, for torch 2.11 and later."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+import torch.nn.attention.flex_attention as _public  # the module: its device check is replaced inside a context
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_operator
+from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE as WHOLE_SEQUENCE_BLOCK
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+__all__ = [
+    "TorchDispatchMode",
+    "TransformGetItemToIndex",
+    "WHOLE_SEQUENCE_BLOCK",
+    "active_modes",
+    "autograd_enabled",
+    "flex_backward_operator",
+    "flex_operator",
+    "flex_public_module",
+    "inside_functorch",
+    "over_pairs",
+    "without_modes",
+]
+
+
+def flex_public_module() -> ModuleType:
+    """torch.nn.attention.flex_attention, the module."""
+    return _public
+
+
+def active_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes of this thread, outermost first; autograd's threads inherit those of their backward call."""
+    return _get_current_dispatch_mode_stack()
+
+
+def without_modes():
+    """A context in which no dispatch mode of this thread is active."""
+    return _disable_current_modes()
+
+
+def inside_functorch() -> bool:
+    """True inside torch.func.grad, vmap, jvp and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def autograd_enabled() -> Iterator[None]:
+    """Lets autograd record inside a dispatch rule, which runs below the autograd keys and so with them excluded."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def over_pairs(
+    function: Callable[..., Tensor], with_score: bool, num_buffers: int = 0
+) -> Callable[..., Tensor]:
+    """Lifts a mask_mod or score_mod, written for scalars, to vectors b [B], h [H], q_idx [L], kv_idx [N].
+
+    Args:
+        with_score: True for a score_mod, whose first argument becomes the scores [B, H, L, N].
+        num_buffers: captured tensors that follow the indices, passed whole.
+    Returns:
+        a function that gives [B, H, L, N].
+    """
+    prefix = (0,) if with_score else ()
+    suffix = (None,) * num_buffers
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        function = torch.vmap(function, in_dims=prefix + dims + suffix)
+
+    def lifted(*args: Tensor) -> Tensor:
+        # Table look-ups by a scalar tensor, `table[q_idx]`, only work under vmap as index operations.
+        with TransformGetItemToIndex():
+            return function(*args)
+
+    return lifted

@@ -1,0 +1,80 @@
+"""One stage of attention on one device. On CPU it is the reference kernel of `kernel_cpu`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp import kernel_cpu
+from flexcp.planner import Stage
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score_mod in global indices with its captured tensors made explicit.
+
+    Attributes:
+        function: (score, b, h, q_idx, kv_idx, *buffers) -> score; None: the score is left alone.
+        buffers: captured tensors (and numbers) in order.
+        needs_grad: which of the buffers a gradient is wanted for.
+    """
+
+    function: Callable[..., Tensor] | None
+    buffers: tuple[Any, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for every input dtype but fp64, which stays."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of local queries over the keys of one stage.
+
+    Args:
+        q: [B, H, L, D]; k: [B, G, N, D]; v: [B, G, N, Dv]; query head h reads KV head h // (H / G).
+        stage: says which pairs are visible and where the rows stand globally; it must compute something.
+        scale: factor on q @ k.
+    Returns:
+        out [B, H, L, Dv] and lse [B, H, L] (natural logarithm), both in the accumulation dtype. A row that sees
+        nothing gives out 0 and lse -inf.
+    """
+    _check_device(q)
+    return kernel_cpu.forward(q, k, v, stage, score, scale)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    stage: Stage,
+    score: Score,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Gradients of one stage's share of the attention.
+
+    Args:
+        out, lse: the *global* result over all stages, lse the natural logarithm in the accumulation dtype; with them
+            the gradient of each stage is exact on its own, and the stages' gradients add up.
+        dout: gradient of out; dlse: gradient of the natural-log lse, or None.
+    Returns:
+        dq, dk, dv in the accumulation dtype and a gradient per buffer (None where none is wanted).
+    """
+    _check_device(q)
+    return kernel_cpu.backward(q, k, v, out, lse, dout, dlse, stage, score, scale)
+
+
+def _check_device(q: Tensor) -> None:
+    if q.device.type != "cpu":
+        raise NotImplementedError(
+            f"flexcp computes on CPU so far, but q is on {q.device}; move the model and its inputs to the CPU"
+        )

@@ -1,0 +1,173 @@
+"""What each rank computes and receives when: from a layout and a mask to a schedule of stages. No collectives.
+
+One executor walks many schedules. A *stage* is one call of the kernel: this rank's queries against the keys and values
+of some ranks. `gather` is a single stage over everybody's; `ring` is one stage per rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
+from flexcp.layout import Layout
+
+COMMS = ("gather", "ring")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel call of one rank.
+
+    Attributes:
+        sources: the ranks whose keys and values it reads, in the order in which they lie in the buffer.
+        send_to: the rank that needs this rank's keys and values in the same step, or None.
+        receive_from: the rank whose keys and values this rank needs in this step, or None.
+        block_mask: local queries against the sources' keys; None where this rank computes nothing (it may still send).
+        q_start, kv_start: int64, global index of the first row of each local query block and of each key block.
+        mask_mod: the mask in global indices, False for padding.
+        seq_len: S; rows at or past it are padding.
+    """
+
+    sources: tuple[int, ...]
+    send_to: int | None
+    receive_from: int | None
+    block_mask: BlockMask | None
+    q_start: Tensor
+    kv_start: Tensor
+    mask_mod: MaskMod
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One mask on one layout over one kind of communication, as one rank sees it.
+
+    Attributes:
+        comm: "gather" or "ring".
+        stages: in order of execution.
+        source: the mask that they were made from.
+    """
+
+    layout: Layout
+    rank: int
+    comm: str
+    source: BlockSource
+    stages: tuple[Stage, ...]
+
+
+def rank_classes(
+    source: BlockSource, layout: Layout, rank: int, columns_of: int, device: torch.device
+) -> Tensor:
+    """Classes of one rank's query blocks against another's key blocks: uint8 [batch, heads, nq, nk]."""
+    q_start = layout.starts(rank, source.block_size[0]).to(device)
+    kv_start = layout.starts(columns_of, source.block_size[1]).to(device)
+    return source.classes(q_start, kv_start)
+
+
+def needs(source: BlockSource, layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Which ranks' keys one rank's queries see at all: bool [cp_size]."""
+    return torch.stack(
+        [rank_classes(source, layout, rank, other, device).any() for other in range(layout.cp_size)]
+    ).cpu()
+
+
+def row_work(source: BlockSource, q_start: Tensor, kv_start: Tensor) -> Tensor:
+    """Visible work of each query block: [nq] int64, pairs of the non-empty blocks, summed over batch and heads.
+
+    Partial and full blocks count alike, as the kernel computes both whole.
+    """
+    seen = (source.classes(q_start, kv_start) != 0).sum(dim=(0, 1, 3))
+    return seen * (source.block_size[0] * source.block_size[1])
+
+
+def build_schedule(
+    source: BlockSource,
+    layout: Layout,
+    rank: int,
+    comm: str,
+    need: Callable[[], Tensor],
+    device: torch.device,
+) -> Schedule:
+    """The stages of one rank.
+
+    Args:
+        need: gives the bool [cp_size, cp_size] table whose entry [i, j] says that rank i's queries see rank j's keys;
+            only `ring` asks for it. Every rank must get the same table.
+    """
+    if comm == "gather":
+        stages = _gather_stages(source, layout, rank, device)
+    else:
+        stages = _ring_stages(source, layout, rank, need(), device)
+    return Schedule(layout, rank, comm, source, stages)
+
+
+def _gather_stages(source: BlockSource, layout: Layout, rank: int, device: torch.device) -> tuple[Stage, ...]:
+    """Everybody's keys at once, in rank order: large kernels, nothing to merge."""
+    return (_stage(source, layout, rank, tuple(range(layout.cp_size)), device),)
+
+
+def _ring_stages(
+    source: BlockSource, layout: Layout, rank: int, need: Tensor, device: torch.device
+) -> tuple[Stage, ...]:
+    """In step t the keys of rank r - t arrive straight from their owner, if r sees any of them.
+
+    Straight from the owner and not handed on by the neighbour: the bytes are the same, but nobody carries keys that it
+    does not see itself, and no rank waits for a chain of others (docs/decisions/0003). A step in which a rank does
+    nothing stays in its list, since all ranks must post their messages in the same order.
+    """
+    size = layout.cp_size
+    stages = []
+    for step in range(size):
+        owner, reader = (rank - step) % size, (rank + step) % size
+        stages.append(
+            _stage(
+                source,
+                layout,
+                rank,
+                (owner,),
+                device,
+                computes=bool(need[rank, owner]),
+                send_to=reader if step and need[reader, rank] else None,
+                receive_from=owner if step and need[rank, owner] else None,
+            )
+        )
+    return tuple(stages)
+
+
+def _stage(
+    source: BlockSource,
+    layout: Layout,
+    rank: int,
+    sources: tuple[int, ...],
+    device: torch.device,
+    computes: bool = True,
+    send_to: int | None = None,
+    receive_from: int | None = None,
+) -> Stage:
+    q_start = layout.starts(rank, source.block_size[0]).to(device)
+    kv_start = torch.cat([layout.starts(other, source.block_size[1]) for other in sources]).to(device)
+    block_mask = None
+    if computes:
+        classes = source.classes(q_start, kv_start)
+        block_mask = local_block_mask(source, classes, q_start, kv_start)
+    return Stage(
+        sources,
+        send_to,
+        receive_from,
+        block_mask,
+        q_start,
+        kv_start,
+        source.global_mask_mod(device),
+        source.seq_len,
+    )
+
+
+def visible_work(schedule: Schedule) -> int:
+    """Pairs in the non-empty blocks of this rank's stages, over the mask's batch rows and heads."""
+    size = schedule.source.block_size
+    masks = [stage.block_mask for stage in schedule.stages if stage.block_mask is not None]
+    counts = [int(m.kv_num_blocks.sum()) + int(m.full_kv_num_blocks.sum()) for m in masks]  # type: ignore[union-attr]
+    return sum(counts) * size[0] * size[1]
