@@ -1,0 +1,228 @@
+"""The settings of a run: defaults, a YAML file, the command line, and what must hold between them.
+
+Fields are plain strings and numbers so that any of them can stand in a file or on the command line, and so
+that a wrong one is answered with a sentence and near misses. Everything that can be checked without processes
+is checked here, before ranks are started and again in each rank.
+"""
+
+import argparse
+import dataclasses
+import math
+import tempfile
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+import yaml
+
+from flexcp.errors import UserError, unknown
+from flexcp.models import CONFIGS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+COMMS = ("auto", "gather", "ring")
+BALANCES = ("auto", "contiguous", "head_tail")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Trains a Llama 3 under context parallelism: `flexcp.train --model llama3-debug --cp 2 --steps 20`.
+
+    Without torchrun's variables it starts its own ranks; `torchrun -m flexcp.train` is the same program.
+    """
+
+    model: str = "llama3-debug"
+    """The model, by name: llama3-debug or llama3-8b."""
+
+    cp: int = 1
+    """Ranks among which each sequence is divided."""
+
+    seq_len: int = 2048
+    """Tokens in a row, over all ranks."""
+
+    batch: int = 1
+    """Rows in a step."""
+
+    steps: int = 20
+    """Steps to train."""
+
+    data: str | None = None
+    """A text file, or a folder of them; the text files of this checkout where left out."""
+
+    mask: str = "causal & document"
+    """What a token sees: an expression over flexcp.masks, module:function, or path/to/file.py:function."""
+
+    comm: str = "auto"
+    """How keys and values reach the ranks: auto, gather or ring."""
+
+    balance: str = "auto"
+    """How a sequence is divided: auto, contiguous or head_tail."""
+
+    dtype: str = "float32"
+    """Of the parameters: float32, bfloat16 (AdamW keeps fp32 copies) or float64."""
+
+    seed: int = 0
+    """Of the weights and of the order of the documents."""
+
+    lr: float = 3e-3
+    """The learning rate after warm-up; a cosine takes it down to a tenth at the last step."""
+
+    warmup_steps: int = 5
+    """Steps in which the learning rate rises to lr."""
+
+    weight_decay: float = 0.1
+    """Of AdamW; norms do not decay."""
+
+    grad_clip: float | None = 1.0
+    """The largest global norm of the gradients; None clips nothing."""
+
+    log_every: int = 1
+    """Steps between lines on the terminal."""
+
+    out: str | None = None
+    """Folder for config.yaml and metrics.jsonl; files of these names from an earlier run are replaced."""
+
+    config: str | None = None
+    """A YAML file with values for any of these fields; the command line wins over it."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def to_yaml(self) -> str:
+        """The resolved values as YAML that --config reads back."""
+        values = dataclasses.asdict(self)
+        del values["config"]  # its values are in here already
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """The config of a command line: defaults, then --config, then the flags.
+
+    Raises:
+        UserError: an unknown flag, or a config file with an error in it.
+        SystemExit: for --help (0) and for a flag without a usable value (2, told by tyro).
+    """
+    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
+    for arg in argv:
+        flag = arg.split("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in [*flags, "--help"]:
+            raise unknown("flag", flag, flags)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    try:
+        path = finder.parse_known_args(argv)[0].config
+    except argparse.ArgumentError:
+        raise UserError("--config needs the path of a YAML file") from None
+    default = TrainConfig() if path in (None, "None") else from_yaml(path)
+    return tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
+
+
+def from_yaml(path: str) -> TrainConfig:
+    """A config from a YAML file: a mapping of field names (`seq_len` or `seq-len`) to values.
+
+    Raises:
+        UserError: a file that is missing or is no YAML, an unknown field, or a value of the wrong type.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--config {path} cannot be read ({reason}): name a YAML file") from None
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--config {path} is not YAML ({reason}): write lines like `seq_len: 2048`") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} holds a {type(values).__name__}: write lines like `seq_len: 2048`")
+    hints = typing.get_type_hints(TrainConfig)
+    checked = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in hints or name == "config":
+            raise UserError(f"--config {path}: {unknown('field', key, [n for n in hints if n != 'config'])}")
+        checked[name] = _typed(path, name, value, hints[name])
+    return TrainConfig(**checked)
+
+
+def _typed(path: str, name: str, value: object, hint: object) -> object:
+    """A YAML value as the type of its field."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)  # YAML 1.1 reads 3e-4 as a string
+            except (ValueError, OverflowError):
+                continue
+        if kind in (int, str) and type(value) is kind:
+            return value
+    wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+    raise UserError(f"--config {path}: {name} is {value!r}, and must be {wanted}")
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses values that no run can use. Costs nothing and looks at nothing but the config.
+
+    Raises:
+        UserError: naming the flag, the value and what it must be.
+    """
+    for name, known in (("model", CONFIGS), ("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES)):
+        if getattr(config, name) not in known:
+            raise unknown(name, getattr(config, name), known)
+    for name in ("cp", "seq_len", "batch", "steps", "log_every"):
+        _demand(config, name, getattr(config, name) >= 1, "at least 1")
+    for name in ("warmup_steps", "seed"):
+        _demand(config, name, getattr(config, name) >= 0, "0 or more")
+    for name in ("lr", "weight_decay"):
+        _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
+    _demand(config, "grad_clip", config.grad_clip is None or config.grad_clip > 0, "more than 0, or None")
+
+
+def _demand(config: TrainConfig, name: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}, and must be {wanted}")
+
+
+def check_world(config: TrainConfig, world_size: int) -> None:
+    """Refuses a group that was started (by torchrun) with a size that --cp does not use.
+
+    Raises:
+        UserError: naming both sizes.
+    """
+    if config.cp == world_size:
+        return
+    if world_size % config.cp:
+        raise UserError(
+            f"--cp {config.cp} does not divide the {world_size} ranks that were started: pass --cp {world_size}, "
+            f"or start {config.cp} ranks"
+        )
+    raise UserError(
+        f"--cp {config.cp} uses {config.cp} of the {world_size} ranks that were started, and there is no data "
+        f"parallelism for the rest: pass --cp {world_size}, or start {config.cp} rank(s)"
+    )
+
+
+def prepare_out(config: TrainConfig) -> Path | None:
+    """Makes the --out folder and sees that it can be written to.
+
+    Raises:
+        UserError: where it cannot.
+    """
+    if config.out is None:
+        return None
+    out = Path(config.out).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written to ({error.strerror}): name a folder that can be made or written"
+        ) from None
+    return out

@@ -1,0 +1,73 @@
+"""What a run needs in memory, from its config alone, and what this host has."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from flexcp.errors import UserError
+from flexcp.models import Llama3Config
+
+
+def training_bytes(config: Llama3Config, dtype: torch.dtype) -> int:
+    """Bytes that every rank holds for parameters, gradients and AdamW's states; activations come on top.
+
+    AdamW keeps two moments in fp32 at least, and for low-precision parameters an fp32 copy and its gradient
+    (`flexcp.optim.AdamW`).
+
+    >>> from flexcp.models import get_config
+    >>> training_bytes(get_config("llama3-8b"), torch.float32) == 16 * 8030261248
+    True
+    """
+    wide = max(dtype.itemsize, 4)
+    masters = 0 if dtype.itemsize >= 4 else 2 * wide
+    return config.num_params * (2 * dtype.itemsize + masters + 2 * wide)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes of a GPU, or what this process may still take of the host's memory (cgroup limits included)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = [_host_available()]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no cgroup, or "max"
+            continue
+    return max(0, min(limits))
+
+
+def _host_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(model: str, config: Llama3Config, dtype: torch.dtype, device: torch.device, local_ranks: int) -> None:
+    """Refuses a run whose weights cannot fit, before anything is allocated.
+
+    Args:
+        local_ranks: ranks on this host; on a CPU they share its memory, a GPU has one.
+
+    Raises:
+        UserError: with the bytes needed and available.
+    """
+    per_rank = training_bytes(config, dtype)
+    sharing = local_ranks if device.type == "cpu" else 1
+    available = available_bytes(device)
+    if per_rank * sharing <= available:
+        return
+    place = "this host" if device.type == "cpu" else "this GPU"
+    raise UserError(
+        f"{model} needs {per_rank:,} bytes per rank for parameters, gradients and AdamW states in "
+        f"{str(dtype).removeprefix('torch.')}, {per_rank * sharing:,} bytes for {sharing} rank(s) on {place}, which "
+        f"has {available:,} bytes available: train a smaller model (llama3-debug), or on a machine with more memory, "
+        "since parameters are not sharded"
+    )
