@@ -47,9 +47,7 @@ def integers(factory: str, name: str, value: object, dims: tuple[int, ...], shap
             f"{factory}: {name} must hold integers {shape}, got dtype {value.dtype}; convert it with .long()."
         )
     if value.dim() not in dims or value.numel() == 0:
-        raise ValueError(
-            f"{factory}: {name} must have shape {shape} and not be empty, got {list(value.shape)}."
-        )
+        raise ValueError(f"{factory}: {name} must have shape {shape} and not be empty, got {list(value.shape)}.")
     return value
 
 
@@ -72,3 +70,29 @@ def count_positional(fn: Callable) -> int | None:
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def axes(factory: str, name: str, value: object, num_axes: int | None = None) -> tuple[int, ...]:
+    """`value` as one size for each axis of a grid: an int for a line, else 1 to 3 of them."""
+    sizes = (value,) if isinstance(value, int) else value
+    if not isinstance(sizes, list | tuple) or not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{factory}: {name} must be an int or 1 to 3 of them, slowest axis first, got {value!r}.")
+    if num_axes is not None and len(sizes) != num_axes:
+        raise ValueError(f"{factory}: {name} must have {num_axes} axes like the grid, got {value!r}.")
+    return tuple(quantity(factory, name, size) for size in sizes)
+
+
+def divides(factory: str, name: str, value: object, of: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """`value` as one size for each axis, each of which divides that of `sizes`."""
+    parts = axes(factory, name, value, len(sizes))
+    if any(size % part for size, part in zip(sizes, parts)):
+        raise ValueError(f"{factory}: {name} {parts} must divide the {of} {sizes} along each axis; pad or change one.")
+    return parts
+
+
+def per_axis_flags(factory: str, name: str, value: object, num_axes: int) -> tuple[bool, ...]:
+    """`value` as one bool for each axis; a single one counts for all."""
+    flags = [value] * num_axes if isinstance(value, bool) else value
+    if not isinstance(flags, list | tuple) or len(flags) != num_axes:
+        raise ValueError(f"{factory}: {name} must be a bool or {num_axes} of them, got {value!r}.")
+    return tuple(flag(factory, name, each) for each in flags)

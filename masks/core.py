@@ -3,8 +3,8 @@
 FlexAttention asks a mask about one (query, key) pair at a time. A planner that shards a sequence of a million
 tokens needs to know about *blocks*: is anything in this box of queries x keys visible, is all of it?
 Evaluating every pair is S x S work, so a `Mask` answers in closed form, and the combinators `& | ^ ~` carry
-the answers along. "Partial" (any True, all False) is always a correct answer, because inside a partial block the
-mask_mod is still applied pair by pair.
+the answers along. "Partial" (any True, all False) is always a correct answer, because inside a partial block
+the mask_mod is still applied pair by pair.
 
 Shape legend: B batch, H query heads, S sequence length, nQ / nK number of query / key ranges.
 """
@@ -40,9 +40,7 @@ class Mask:
     heads: int | None = None
     seq_len: int | None = None
     needs_pairs: bool = False
-    precedence: int = (
-        9  # how tightly the expression binds, for __repr__: Python's own order, | 1, ^ 2, & 3, ~ 4
-    )
+    precedence: int = 9  # how tightly the expression binds, for __repr__: Python's own order, | 1, ^ 2, & 3, ~ 4
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Is this pair visible: bool, under vmap with 0-d index tensors as well as by broadcasting."""
@@ -60,9 +58,7 @@ class Mask:
             pair of the box is visible; `all` is True only if every pair is. any True with all False promises
             nothing.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not define classify(q_lo, q_hi, kv_lo, kv_hi)."
-        )
+        raise NotImplementedError(f"{type(self).__name__} does not define classify(q_lo, q_hi, kv_lo, kv_hi).")
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on `device`. What a plain function captures stays where it is."""

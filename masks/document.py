@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import torch
-from flexcp.masks.checks import integers
+from flexcp.masks.causal import causal as causal_mask
+from flexcp.masks.checks import flag, integers
 from flexcp.masks.core import Mask
-from flexcp.masks.tables import columns, rows, runs_of, take
+from flexcp.masks.reach import Reach
+from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows, run_ends, runs_of, take
 from torch import Tensor
 
 
 class Document(Mask):
-    def __init__(self, doc_ids: Tensor):
-        if doc_ids.dim() == 2 and doc_ids.shape[0] == 1:
-            doc_ids = doc_ids[0]
-        self.batch = doc_ids.shape[0] if doc_ids.dim() == 2 else None
-        self.seq_len = doc_ids.shape[-1]
-        self._last = torch.tensor(self.seq_len - 1, dtype=torch.int32, device=doc_ids.device)
-        runs = runs_of(doc_ids)
-        self._runs = runs.to(torch.int32)
-        # Where each id is one run, runs are as good as ids, and sorted: boxes then compare as intervals.
-        self.sorted = bool((runs_of(doc_ids.sort(-1).values)[..., -1] == runs[..., -1]).all())
-        self._ids = self._runs
-        if not self.sorted:
-            self._ids = torch.unique(doc_ids, return_inverse=True)[1].to(torch.int32)
+    def __init__(self, doc_ids: Tensor, text: str):
+        ids = drop_single_row(doc_ids)
+        self.batch = ids.shape[0] if ids.dim() == 2 else None
+        self.seq_len = ids.shape[-1]
+        self.text = text
+        self._last = last_index(ids)
+        # Where each id is one run, the number of the run is as good as the id, and sorted: a box then holds
+        # an interval of documents, which its two ends give. Else ids are made dense and the interval is
+        # searched for.
+        runs = runs_of(ids)
+        self.sorted = bool((runs_of(ids.sort(-1).values)[..., -1] == runs[..., -1]).all())
+        self._ids = (runs if self.sorted else torch.unique(ids, return_inverse=True)[1]).to(torch.int32)
 
     def __call__(self, b, h, q_idx, kv_idx):
         q_idx = torch.minimum(q_idx, self._last)
@@ -32,36 +33,41 @@ class Document(Mask):
         return self._ids[b, q_idx] == self._ids[b, kv_idx]
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
-        q_first, q_last = rows(take(self._runs, q_lo)), rows(take(self._runs, q_hi - 1))
-        kv_first, kv_last = columns(take(self._runs, kv_lo)), columns(take(self._runs, kv_hi - 1))
-        pure = (q_first == q_last) & (kv_first == kv_last)  # one document on either side
+        q_first, q_last = (rows(ids) for ids in self._interval(q_lo, q_hi))
+        kv_first, kv_last = (columns(ids) for ids in self._interval(kv_lo, kv_hi))
+        some = (q_first <= kv_last) & (kv_first <= q_last)
+        every = (q_first == kv_last) & (kv_first == q_last)  # with first <= last: all four are equal
+        return some, every
+
+    def _interval(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest and largest id in each range."""
         if self.sorted:
-            return (q_first <= kv_last) & (kv_first <= q_last), pure & (q_first == kv_first)
-        same = rows(take(self._ids, q_lo)) == columns(take(self._ids, kv_lo))
-        return same | ~pure, same & pure
+            return take(self._ids, lo), take(self._ids, hi - 1)
+        return extreme(self._ids, lo, hi, largest=False), extreme(self._ids, lo, hi, largest=True)
 
     def __repr__(self) -> str:
-        return f"document(doc_ids{list(self._ids.shape)})"
+        return self.text
 
 
-def document(doc_ids: Tensor) -> Mask:
-    """Tokens see the tokens of their own document, in both directions; `causal() & document(doc_ids)` packs
-    for a LM.
+def document(doc_ids: Tensor, *, causal: bool = False) -> Mask:
+    """Tokens see the tokens of their own document, in both directions or causally.
 
-        doc_ids 7 7 3 3
-        kv 0 1 2 3
-      q 0  # #
-        1  # #
-        2      # #
-        3      # #
+        doc_ids 7 7 3 3       causal=True
+        kv 0 1 2 3            kv 0 1 2 3
+      q 0  # #              q 0  #
+        1  # #                1  # #
+        2      # #            2      #
+        3      # #            3      # #
 
     Args:
         doc_ids: integer tensor [S] or [B, S]: the document each token belongs to. Any integers, in any order.
+        causal: also kv <= q. The same pairs as `causal() & document(doc_ids)`, with one table look-up in
+            place of two and classes that are exact for boxes of every shape.
 
     Returns:
         A Mask for sequences of exactly S tokens. Its classes are exact where each id is one contiguous run
-        per row, as in packing; where ids come back after others, boxes that hold several ids stay partial.
-        Indices beyond S (padding) read the last token's document.
+        per row, as in packing; where ids come back after others, "empty" is conservative. Indices beyond S
+        (padding) read the last token's document.
 
     Raises:
         ValueError: doc_ids is not an integer tensor of shape [S] or [B, S], or it is empty.
@@ -76,4 +82,95 @@ def document(doc_ids: Tensor) -> Mask:
 
     Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
     """
-    return Document(integers("document", "doc_ids", doc_ids, (1, 2), "[S] or [B, S]"))
+    doc_ids = integers("document", "doc_ids", doc_ids, (1, 2), "[S] or [B, S]")
+    return _build(doc_ids, flag("document", "causal", causal), f"document(doc_ids{list(doc_ids.shape)}")
+
+
+def document_offsets(offsets: Tensor, *, causal: bool = False) -> Mask:
+    """`document` from cumulative lengths, as varlen kernels take them.
+
+    Document i is [offsets[i], offsets[i + 1]).
+
+        offsets 0 2 4
+        kv 0 1 2 3
+      q 0  # #
+        1  # #
+        2      # #
+        3      # #
+
+    Args:
+        offsets: integer tensor [N + 1], in tokens, from 0, nondecreasing (equal neighbours: an empty
+            document).
+        causal: also kv <= q.
+
+    Returns:
+        A Mask for sequences of exactly offsets[-1] tokens. Its classes are exact.
+
+    Raises:
+        ValueError: offsets is not a nondecreasing integer tensor that starts with 0 and ends above it.
+
+    Example:
+        >>> import torch
+        >>> from flexcp import masks
+        >>> mask = masks.document_offsets(torch.tensor([0, 2, 4]))
+        >>> mask(0, 0, torch.tensor(1), torch.arange(4)).int().tolist()
+        [1, 1, 0, 0]
+
+    Source: cu_seqlens of Dao 2023, "FlashAttention-2".
+    """
+    offsets = integers("document_offsets", "offsets", offsets, (1,), "[N + 1]").long()
+    lengths = offsets.diff()
+    if offsets[0] != 0 or offsets[-1] <= 0 or bool((lengths < 0).any()):
+        raise ValueError(
+            f"document_offsets: offsets must rise from 0 to the sequence length, got {offsets.tolist()[:8]}; "
+            f"give the cumulative lengths, such as [0, 5, 12]."
+        )
+    doc_ids = torch.arange(lengths.numel(), device=offsets.device).repeat_interleave(lengths)
+    text = f"document_offsets(offsets[{offsets.numel()}]"
+    return _build(doc_ids, flag("document_offsets", "causal", causal), text)
+
+
+def document_positions(positions: Tensor, *, causal: bool = False) -> Mask:
+    """`document` from positions that restart with each document: one begins wherever a position is not last + 1.
+
+        positions 0 1 0 1
+        kv 0 1 2 3
+      q 0  # #
+        1  # #
+        2      # #
+        3      # #
+
+    Args:
+        positions: integer tensor [S] or [B, S]: each token's position within its document, of the *whole*
+            sequence (the positions of one shard have boundaries of their own).
+        causal: also kv <= q.
+
+    Returns:
+        A Mask for sequences of exactly S tokens. Its classes are exact.
+
+    Raises:
+        ValueError: positions is not an integer tensor of shape [S] or [B, S], or it is empty.
+
+    Example:
+        >>> import torch
+        >>> from flexcp import masks
+        >>> mask = masks.document_positions(torch.tensor([0, 1, 0, 1]))
+        >>> mask(0, 0, torch.tensor(1), torch.arange(4)).int().tolist()
+        [1, 1, 0, 0]
+
+    Source: the position_ids of packed batches in Hugging Face transformers.
+    """
+    positions = integers("document_positions", "positions", positions, (1, 2), "[S] or [B, S]").long()
+    starts = torch.zeros_like(positions)
+    starts[..., 1:] = positions[..., 1:] != positions[..., :-1] + 1
+    text = f"document_positions(positions{list(positions.shape)}"
+    return _build(starts.cumsum(-1), flag("document_positions", "causal", causal), text)
+
+
+def _build(doc_ids: Tensor, causal: bool, text: str) -> Mask:
+    mask = Document(doc_ids, f"{text})")
+    if not causal:
+        return mask
+    if not mask.sorted:
+        return causal_mask() & mask
+    return Reach(run_ends(runs_of(doc_ids)), f"{text}, causal=True)")

@@ -45,9 +45,7 @@ def parse(expression: str, **bindings: object) -> Mask:
         causal() & (document(doc_ids[4]) | prefix_lm(16))
     """
     if not isinstance(expression, str) or not expression.strip():
-        raise ValueError(
-            f"A mask expression is needed, such as 'causal & sliding_window(1024)', got {expression!r}."
-        )
+        raise ValueError(f"A mask expression is needed, such as 'causal & sliding_window(1024)', got {expression!r}.")
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"A mask expression has at most {_MAX_LENGTH} characters, got {len(expression)}.")
     try:

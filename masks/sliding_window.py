@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import torch
 from flexcp.masks.checks import flag, quantity
 from flexcp.masks.core import Mask
+from flexcp.masks.tables import scalar
 
 
 class SlidingWindow(Mask):
     def __init__(self, window: int, two_sided: bool, dilation: int):
         self.window, self.two_sided, self.dilation = window, two_sided, dilation
         self.furthest = (window - 1) * dilation  # the largest visible distance
-        self._furthest = torch.tensor(self.furthest, dtype=torch.int32)
-        self._dilation = torch.tensor(dilation, dtype=torch.int32)
+        self._furthest = scalar(self.furthest)
+        self._dilation = scalar(dilation)
         self._dilated = dilation > 1
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
-        if self.two_sided:
-            distance = distance.abs()
-            visible = distance <= self._furthest
-        else:
-            visible = (distance >= 0) & (distance <= self._furthest)
+        # No abs(): CUDA 13's ptxas has been seen to miscompile its predicate in the backward kernel.
+        nearest = -self._furthest if self.two_sided else 0
+        visible = (distance >= nearest) & (distance <= self._furthest)
         return visible & (distance % self._dilation == 0) if self._dilated else visible
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
