@@ -52,7 +52,16 @@ def rectangles(levels: tuple[Level, ...], lo: Tensor, hi: Tensor) -> list[Rectan
     origin = lo.new_zeros(num_axes, lo.numel())
     found: list[Rectangles] = []
     _split(levels, lo, hi, torch.ones_like(lo, dtype=torch.bool), origin, found)
-    return [part for part in found if bool(part.present.any())]
+    merged: list[Rectangles] = []
+    for part in found:  # rectangles that no range has both of share a place: fewer pairs to look at
+        for place, other in enumerate(merged):
+            if not bool((part.present & other.present).any()):
+                lo_hi = (torch.where(part.present, part[i], other[i]) for i in (1, 2))
+                merged[place] = Rectangles(part.present | other.present, *lo_hi)
+                break
+        else:
+            merged.append(part)
+    return merged
 
 
 def _split(levels, lo, hi, present, origin, found) -> None:
@@ -70,7 +79,9 @@ def _split(levels, lo, hi, present, origin, found) -> None:
         spans = [each.count * each.stride for each in inner if each.axis == axis]
         if axis != level.axis:
             opposite[axis] += max(spans, default=1)
-    found.append(Rectangles(present & (whole_lo < whole_hi), corner, opposite))
+    whole = present & (whole_lo < whole_hi)
+    if bool(whole.any()):
+        found.append(Rectangles(whole, corner, opposite))
     if not inner:
         return
     for step, mine in (
