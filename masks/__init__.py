@@ -6,6 +6,7 @@
 causal() & document(doc_ids[4])
 """
 
+from flexcp.masks import scores
 from flexcp.masks.attention_sink import attention_sink
 from flexcp.masks.block_causal import block_causal
 from flexcp.masks.block_diffusion import block_diffusion
@@ -34,6 +35,7 @@ from flexcp.masks.tree import tree
 __all__ = [
     "Mask",
     "lift",
+    "scores",
     "parse",
     "names",
     "classify",

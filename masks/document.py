@@ -131,7 +131,8 @@ def document_offsets(offsets: Tensor, *, causal: bool = False) -> Mask:
 
 
 def document_positions(positions: Tensor, *, causal: bool = False) -> Mask:
-    """`document` from positions that restart with each document: one begins wherever a position is not last + 1.
+    """`document` from positions that restart with each document: one begins wherever a position is not last +
+    1.
 
         positions 0 1 0 1
         kv 0 1 2 3
