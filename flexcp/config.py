@@ -5,7 +5,6 @@ that a wrong one is answered with a sentence and near misses. Everything that ca
 is checked here, before ranks are started and again in each rank.
 """
 
-import argparse
 import dataclasses
 import math
 import tempfile
@@ -18,12 +17,13 @@ import torch
 import tyro
 import yaml
 
+from flexcp import planner
+from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
 from flexcp.models import CONFIGS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-COMMS = ("auto", "gather", "ring")
-BALANCES = ("auto", "contiguous", "head_tail")
+COMMS = ("auto", *planner.COMMS)
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,34 @@ def parse(argv: list[str]) -> TrainConfig:
         UserError: an unknown flag, or a config file with an error in it.
         SystemExit: for --help (0) and for a flag without a usable value (2, told by tyro).
     """
-    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
-    for arg in argv:
-        flag = arg.split("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in [*flags, "--help"]:
-            raise unknown("flag", flag, flags)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config")
-    try:
-        path = finder.parse_known_args(argv)[0].config
-    except argparse.ArgumentError:
-        raise UserError("--config needs the path of a YAML file") from None
-    default = TrainConfig() if path in (None, "None") else from_yaml(path)
+    given = {} if {"-h", "--help"} & set(argv) else _given(argv)
+    default = from_yaml(given["config"]) if given.get("config", "None") != "None" else TrainConfig()
     return tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
+
+
+def _given(argv: list[str]) -> dict[str, str]:
+    """The flags of a command line and their texts, looked through before tyro, whose errors are boxes of many lines."""
+    hints = typing.get_type_hints(TrainConfig)
+    given: dict[str, str] = {}
+    args = iter(argv)
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise UserError(f"{arg!r} belongs to no flag: write --FLAG VALUE, such as --steps 20")
+        if name not in hints:
+            raise unknown("flag", flag, ["--" + field.replace("_", "-") for field in hints])
+        if not equals and (value := next(args, None)) is None:
+            raise UserError(f"{flag} needs a value: write {flag} VALUE")
+        kinds = _kinds(hints[name])
+        for kind in (int, float):
+            if kind in kinds and not (value == "None" and type(None) in kinds):
+                try:
+                    kind(value)
+                except ValueError:
+                    raise UserError(f"{flag} is {value!r}, and must be {_wanted(kinds)}") from None
+        given[name] = value
+    return given
 
 
 def from_yaml(path: str) -> TrainConfig:
@@ -152,7 +167,7 @@ def from_yaml(path: str) -> TrainConfig:
 
 def _typed(path: str, name: str, value: object, hint: object) -> object:
     """A YAML value as the type of its field."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = _kinds(hint)
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
@@ -163,8 +178,16 @@ def _typed(path: str, name: str, value: object, hint: object) -> object:
                 continue
         if kind in (int, str) and type(value) is kind:
             return value
-    wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-    raise UserError(f"--config {path}: {name} is {value!r}, and must be {wanted}")
+    raise UserError(f"--config {path}: {name} is {value!r}, and must be {_wanted(kinds)}")
+
+
+def _kinds(hint: object) -> tuple[type, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _wanted(kinds: tuple[type, ...]) -> str:
+    words = {int: "an integer", float: "a number", str: "a text", type(None): "None (null in YAML)"}
+    return " or ".join(words[kind] for kind in kinds)
 
 
 def check(config: TrainConfig) -> None:

@@ -145,12 +145,12 @@ def run(
         print(f"# {config.model}: {model_config.num_params:,} parameters; {config.cp} x {device.type}", flush=True)
 
     records: list[Record] = []
-    plan, tokens_seen = None, 0
+    plan, plan_varies, tokens_seen = None, mask_source.varies(config.seq_len), 0
     with Reporter(out if rank == 0 else None, config.steps, config.log_every, quiet=not verbose) as reporter:
         for step in range(config.steps):
             began = time.perf_counter()
             batch = rows.batch(step)
-            if plan is None or mask_source.varies:
+            if plan is None or plan_varies:
                 plan = make_plan(config, mask_source, batch, mesh, device)
 
             loss, num_labels = forward_backward(model, batch, plan, group)

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,12 +38,15 @@ class MaskSource:
     arguments: tuple[str, ...] | None = None
     file: str | None = None
 
-    @property
-    def varies(self) -> bool:
+    def varies(self, seq_len: int) -> bool:
         """Whether the mask differs from batch to batch, because it asks for the document ids."""
-        if self.function is None:
-            return re.search(r"\b(document|doc_ids)\b", self.text) is not None
-        return "doc_ids" in (self.arguments or ())
+        if self.function is not None:
+            return "doc_ids" in (self.arguments or ())
+        try:
+            masks.parse(self.text, seq_len=seq_len)
+        except ValueError:  # it cannot be built without them
+            return True
+        return False
 
     def make(self, doc_ids: Tensor) -> Callable | BlockMask:
         """The mask of one batch, as `flexcp.plan` takes it.

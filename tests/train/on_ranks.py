@@ -1,0 +1,136 @@
+"""What the tests of the trainer run in each rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from flexcp.models import Llama3Config, build
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import flexcp
+from flexcp.config import TrainConfig
+from flexcp.data import IGNORE, Batch
+from flexcp.optim import sum_gradients
+from flexcp.train import forward_backward, make_plan, run
+from flexcp.usermask import load_mask
+
+TINY = Llama3Config(
+    vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, head_dim=16, init_std=0.2
+)
+
+
+def mesh() -> DeviceMesh | None:
+    """The group of these ranks; None in a process that has none."""
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def batch_of(seq_len: int, rows: int, labels_end: int | None = None) -> Batch:
+    """Random rows of a few documents; labels at and past `labels_end` are ignored."""
+    generator = torch.Generator().manual_seed(seq_len)
+    tokens = torch.randint(TINY.vocab_size, (rows, seq_len + 1), generator=generator)
+    # Nine cuts in each row.
+    starts = torch.zeros(rows, seq_len, dtype=torch.int64)
+    starts.scatter_(1, torch.randint(1, seq_len, (rows, 9), generator=generator), 1)
+    doc_ids = starts.cumsum(1)
+    place = torch.arange(seq_len).expand(rows, -1)
+    first = torch.where(starts.bool(), place, 0).cummax(1).values
+    last_of_document = torch.cat([starts[:, 1:], torch.zeros(rows, 1, dtype=torch.int64)], 1).bool()
+    labels = tokens[:, 1:].masked_fill(last_of_document, IGNORE)
+    if labels_end is not None:
+        labels[:, labels_end:] = IGNORE
+    return Batch(tokens[:, :-1].contiguous(), labels, place - first, doc_ids)
+
+
+class BiasedLlama(nn.Module):
+    """A Llama whose scores carry a learned bias of the distance, one per head."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.llama = build(TINY, seed=1, dtype=dtype)
+        self.bias = nn.Parameter(torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(dtype))
+
+    def forward(self, tokens: Tensor, positions: Tensor, block_mask: Any) -> Tensor:
+        bias = self.bias
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + bias[h, (q_idx - kv_idx).clamp(0, 63)]
+
+        return self.llama(tokens, positions, block_mask, score_mod)
+
+    def dense_score(self, scores: Tensor) -> Tensor:
+        place = torch.arange(scores.shape[-1])
+        return scores + self.bias[:, (place[:, None] - place).clamp(0, 63)]
+
+
+def plan_for(config: TrainConfig, batch: Batch, group_mesh: DeviceMesh | None) -> flexcp.Plan:
+    return make_plan(config, load_mask(config.mask), batch, group_mesh, torch.device("cpu"))
+
+
+def gradients(
+    seq_len: int, rows: int, comm: str, balance: str, biased: bool = False, labels_end: int | None = None
+) -> dict[str, Any]:
+    """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
+    group_mesh = mesh()
+    cp = 1 if group_mesh is None else group_mesh.size()
+    config = TrainConfig(cp=cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
+    batch = batch_of(seq_len, rows, labels_end)
+    model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
+    plan = plan_for(config, batch, group_mesh)
+    group = None if group_mesh is None else group_mesh.get_group()
+    loss, num_labels = forward_backward(model, batch, plan, group)
+    sum_gradients(model.parameters(), group)
+    mine = int((plan.shard(batch.labels, pad=IGNORE) != IGNORE).sum())
+    return {"loss": loss, "tokens": num_labels, "grads": [p.grad for p in model.parameters()], "mine": mine}
+
+
+def train(config: TrainConfig) -> dict[str, Any]:
+    """The records of a run, and the sum of the weights' bytes after it, to compare the ranks."""
+    finals: list[float] = []
+
+    def on_step(model: nn.Module, record: Any) -> None:
+        if record["step"] == config.steps:
+            finals.extend(float(p.detach().double().sum()) for p in model.parameters())
+
+    records = run(config, mesh() if config.cp > 1 else None, on_step=on_step)
+    return {"records": records, "weights": finals}
+
+
+def logits_of_two_documents(token: int) -> Tensor:
+    """Logits of the whole row, with `token` in the middle of document 1 (indices 0..199); document 2 is 200..299."""
+    batch = batch_of(300, 1)
+    doc_ids = (torch.arange(300) >= 200).long()[None]
+    tokens = batch.tokens.clone()
+    tokens[0, 100] = token
+    batch = Batch(tokens, batch.labels, torch.arange(300)[None], doc_ids)
+    group_mesh = mesh()
+    plan = plan_for(TrainConfig(cp=group_mesh.size(), seq_len=300), batch, group_mesh)
+    model = build(TINY, seed=1)
+    with flexcp.context_parallel(plan), torch.no_grad():
+        out = model(plan.shard(tokens, pad=0), plan.positions, plan.block_mask)
+    return plan.unshard(out, dim=1)
+
+
+def run_with_other_text_on_rank_1(folder: str) -> str:
+    """What the run says where the ranks read different files."""
+    path = Path(folder) / f"{min(1, dist.get_rank())}.txt"
+    try:
+        run(TrainConfig(cp=dist.get_world_size(), seq_len=64, steps=1, data=str(path)), mesh())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def sum_of_gradients(rank_without: int) -> list[Tensor]:
+    """Rank r holds gradients of r + 1 in parameters of two dtypes; one rank has none for the first."""
+    rank = dist.get_rank()
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))]
+    for param in params:
+        param.grad = torch.full_like(param, rank + 1)
+    if rank == rank_without:
+        params[0].grad = None
+    sum_gradients(params, dist.group.WORLD)
+    return [param.grad for param in params]

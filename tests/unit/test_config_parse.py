@@ -1,0 +1,148 @@
+"""Defaults, a file, the command line: each over the one before, and a sentence for what cannot be."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from flexcp.models import get_config
+
+from flexcp.config import TrainConfig, check, check_world, from_yaml, parse, prepare_out
+from flexcp.errors import UserError
+from flexcp.estimate import available_bytes, check_memory, training_bytes
+
+
+def test_defaults_file_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 7\nseq-len: 99\nlr: 3e-4\ngrad_clip: null\nbatch: 3\n")
+    assert parse([]) == TrainConfig()
+    config = parse(["--config", str(file), "--steps", "8", "--seq_len=100", "--grad-clip", "None", "--cp", "2"])
+    assert config == TrainConfig(steps=8, seq_len=100, lr=3e-4, grad_clip=None, batch=3, cp=2, config=str(file))
+    assert parse(["--grad-clip", "2"]).grad_clip == 2.0
+
+
+def test_a_saved_config_is_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(mask="causal & sliding_window(64)", lr=1e-5, grad_clip=None, data="ü: 'x'", out="o")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert from_yaml(str(tmp_path / "config.yaml")) == config
+
+
+def test_every_field_is_a_flag_and_says_what_it_is(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert "--" + field.name.replace("_", "-") + " " in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--stepz", "3"], "unknown flag '--stepz': did you mean --steps"),
+        (["--steps"], "--steps needs a value"),
+        (["--steps", "x"], "--steps is 'x', and must be an integer"),
+        (["--lr", "fast"], "--lr is 'fast', and must be a number"),
+        (["--grad-clip", "off"], "--grad-clip is 'off', and must be a number or None"),
+        (["20"], "'20' belongs to no flag"),
+        (["--config"], "--config needs a value"),
+    ],
+)
+def test_command_lines_that_cannot_be_read(argv: list[str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(argv)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"seq_lem: 3", "unknown field 'seq_lem': did you mean seq_len"),
+        (b"config: x", "unknown field 'config'"),
+        (b"seq_len: abc", "seq_len is 'abc', and must be an integer"),
+        (b"seq_len: 3.5", "seq_len is 3.5, and must be an integer"),
+        (b"seq_len: true", "seq_len is True, and must be an integer"),
+        (b"lr: [1]", r"lr is [1], and must be a number"),
+        (b"steps: null", "steps is None, and must be an integer"),
+        (b"model: 3", "model is 3, and must be a text"),
+        (b"- 1", "holds a list"),
+        (b"{{{", "is not YAML"),
+        (b"a: !!python/object:os.system {}", "is not YAML"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"\0", "is not YAML"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        from_yaml(str(file))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# only a remark\n")
+    assert from_yaml(str(tmp_path / "c.yaml")) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_len": 0}, "--seq-len is 0, and must be at least 1"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"steps": -3}, "--steps is -3"),
+        ({"cp": 0}, "--cp is 0"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"log_every": 0}, "--log-every is 0"),
+        ({"lr": -1.0}, "--lr is -1.0"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": float("inf")}, "--lr is inf"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"warmup_steps": -1}, "--warmup-steps is -1"),
+        ({"weight_decay": -0.1}, "--weight-decay is -0.1"),
+        ({"grad_clip": 0.0}, "--grad-clip is 0.0"),
+        ({"model": "lama3-debug"}, "unknown model 'lama3-debug': did you mean llama3-debug"),
+        ({"comm": "rign"}, "unknown comm 'rign': did you mean ring"),
+        ({"balance": "head-tail"}, "unknown balance 'head-tail': did you mean head_tail"),
+        ({"dtype": "float16"}, "unknown dtype 'float16': did you mean"),
+    ],
+)
+def test_values_that_no_run_can_use(change: dict, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(TrainConfig(**change))
+    assert words in str(caught.value)
+
+
+def test_cp_and_the_ranks_that_were_started() -> None:
+    check_world(TrainConfig(cp=4), 4)
+    with pytest.raises(UserError, match="--cp 2 does not divide the 3 ranks"):
+        check_world(TrainConfig(cp=2), 3)
+    with pytest.raises(UserError, match="--cp 4 does not divide the 2 ranks"):
+        check_world(TrainConfig(cp=4), 2)
+    with pytest.raises(UserError, match=r"uses 2 of the 4 ranks .* pass --cp 4"):
+        check_world(TrainConfig(cp=2), 4)
+
+
+def test_out_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with pytest.raises(UserError, match="cannot be written to"):
+            prepare_out(TrainConfig(out=str(tmp_path / name)))
+    assert prepare_out(TrainConfig(out=str(tmp_path / "a" / "b"))) == tmp_path / "a" / "b"
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_memory_is_counted_and_refused() -> None:
+    config = get_config("llama3-8b")
+    assert training_bytes(config, torch.float32) == 16 * config.num_params
+    assert training_bytes(config, torch.float64) == 32 * config.num_params
+    assert training_bytes(config, torch.bfloat16) == 20 * config.num_params
+    cpu = torch.device("cpu")
+    assert 0 < available_bytes(cpu) < 1 << 50
+    check_memory("llama3-debug", get_config("llama3-debug"), torch.float32, cpu, 2)
+    needed = 1000 * 16 * config.num_params
+    with pytest.raises(UserError, match=rf"128,484,179,968 bytes per rank .* {needed:,} bytes for 1000 rank"):
+        check_memory("llama3-8b", config, torch.float32, cpu, 1000)
