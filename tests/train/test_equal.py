@@ -12,6 +12,8 @@ from flexcp.usermask import load_mask
 from tests.ranks import Ranks
 from tests.train import on_ranks, reference
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # on_ranks.py
+
 GetRanks = Callable[[int], Ranks]
 COMMS = ("gather", "ring")
 
@@ -69,7 +71,7 @@ def test_loss_curves_agree(ranks: GetRanks, tmp_path: Path) -> None:
     for number, part in enumerate((Path(__file__).parents[2] / "LICENSE").read_text().split("\n\n")):
         if part.strip():
             (tmp_path / "text" / f"{number:03}.txt").write_text(part)
-    settings = dict(seq_len=500, batch=2, steps=6, data=str(tmp_path / "text"), warmup_steps=2)
+    settings = {"seq_len": 500, "batch": 2, "steps": 6, "data": str(tmp_path / "text"), "warmup_steps": 2}
     alone = on_ranks.train(TrainConfig(**settings))["records"]
     assert alone[-1]["loss"] < alone[0]["loss"] - 0.5
     assert [record["step"] for record in alone] == [1, 2, 3, 4, 5, 6]
@@ -89,7 +91,7 @@ def test_loss_curves_agree(ranks: GetRanks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_dtypes_train(ranks: GetRanks, dtype: str) -> None:
-    settings = dict(seq_len=300, steps=4, dtype=dtype, warmup_steps=1)
+    settings = {"seq_len": 300, "steps": 4, "dtype": dtype, "warmup_steps": 1}
     alone = on_ranks.train(TrainConfig(**settings))["records"]
     both = ranks(2).run(on_ranks.train, TrainConfig(cp=2, **settings))[1]["records"]
     assert alone[-1]["loss"] < alone[0]["loss"]
@@ -113,7 +115,7 @@ def packed(doc_ids):
 def test_masks_of_the_users(ranks: GetRanks, tmp_path: Path) -> None:
     """A plain mask_mod that reads the head, and a factory over the batch's documents, of two rows."""
     (tmp_path / "m.py").write_text(MASKS)
-    settings = dict(seq_len=260, batch=2, steps=3)
+    settings = {"seq_len": 260, "batch": 2, "steps": 3}
     for name in ("window", "packed"):
         config = dict(settings, mask=f"{tmp_path}/m.py:{name}")
         alone = on_ranks.train(TrainConfig(**config))["records"]
