@@ -15,6 +15,7 @@ from flexcp.masks.causal import causal, full
 from flexcp.masks.chunked import chunked
 from flexcp.masks.core import Mask, lift
 from flexcp.masks.document import document, document_offsets, document_positions
+from flexcp.masks.draw import Drawing, draw
 from flexcp.masks.global_local import global_local
 from flexcp.masks.image_cross_attention import image_cross_attention
 from flexcp.masks.natten import natten
@@ -31,6 +32,7 @@ from flexcp.masks.shared_prefix import shared_prefix
 from flexcp.masks.sliding_tile import sliding_tile
 from flexcp.masks.sliding_window import sliding_window
 from flexcp.masks.tree import tree
+from flexcp.masks.within_documents import within_documents
 
 __all__ = [
     "Mask",
@@ -39,6 +41,8 @@ __all__ = [
     "parse",
     "names",
     "classify",
+    "draw",
+    "Drawing",
     "to_dense",
     "causal",
     "full",
@@ -65,4 +69,5 @@ __all__ = [
     "where_head",
     "per_batch",
     "offset",
+    "within_documents",
 ]

@@ -25,6 +25,7 @@ from flexcp.masks.shared_prefix import shared_prefix
 from flexcp.masks.sliding_tile import sliding_tile
 from flexcp.masks.sliding_window import sliding_window
 from flexcp.masks.tree import tree
+from flexcp.masks.within_documents import within_documents
 
 _FACTORIES = (
     causal,
@@ -52,6 +53,7 @@ _FACTORIES = (
     where_head,
     per_batch,
     offset,
+    within_documents,
 )
 
 

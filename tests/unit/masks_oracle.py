@@ -117,6 +117,8 @@ CONSERVATIVE = [
     (masks.document(SCATTERED), False, True),
     (masks.document(SCATTERED, causal=True), False, False),
     (masks.tree(LEVELS), False, True),
+    (masks.within_documents(masks.prefix_lm(4), DOCS), False, False),
+    (masks.within_documents(masks.per_head_window(torch.tensor([2, 5])), DOCS2), False, False),
     (masks.bigbird(4, 2, 1, 6, S), True, False),
     (masks.causal() & masks.document(DOCS), False, True),
     (masks.causal() & masks.document(DOCS2) | masks.prefix_lm(torch.tensor([3, 20])), False, False),

@@ -104,6 +104,10 @@ def without_batch(mask):
     return mask.batch is None
 
 
+def anywhere(mask):
+    return mask.batch is None and mask.seq_len is None
+
+
 masks_of_any_kind = st.recursive(
     atoms,
     lambda inner: st.one_of(
@@ -113,6 +117,7 @@ masks_of_any_kind = st.recursive(
         st.builds(lambda a: ~a, inner),
         st.builds(lambda a, b: masks.where_head([1], a, b, num_heads=H), inner, inner),
         st.builds(lambda a, b: masks.per_batch([a, b]), *[inner.filter(without_batch)] * 2),
+        st.builds(masks.within_documents, inner.filter(anywhere), rows(cuts)),
         st.builds(lambda a, q, kv: masks.offset(a, q=q, kv=kv), inner, *[st.integers(-6, 6)] * 2),
     ),
     max_leaves=5,

@@ -153,6 +153,15 @@ def test_packed_causal_is_causal_and_document():
         assert torch.equal(masks.to_dense(masks.document(ids, causal=True), S), masks.to_dense(composed, S))
 
 
+def test_within_documents_counts_from_each_beginning():
+    seen = masks.to_dense(masks.within_documents(masks.prefix_lm(4), DOCS), S)[0, 0]
+    for lo, hi in ((0, 7), (7, 23), (23, 24), (24, 48)):
+        assert torch.equal(seen[lo:hi, lo:hi], masks.to_dense(masks.prefix_lm(4), hi - lo)[0, 0])
+        assert seen[lo:hi].sum() == seen[lo:hi, lo:hi].sum()
+    packed = masks.to_dense(masks.within_documents(masks.causal(), DOCS), S)
+    assert torch.equal(packed, masks.to_dense(masks.document(DOCS, causal=True), S))
+
+
 def test_tree_tokens_see_their_ancestors():
     parents = [-1, 0, 0, 2, 1, -1, 5, 3]
     seen = masks.to_dense(masks.tree(torch.tensor(parents)), 8)[0, 0]
@@ -200,6 +209,7 @@ def test_tree_tokens_see_their_ancestors():
         (lambda: masks.per_batch([]), "a list of masks"),
         (lambda: masks.per_batch([masks.padding(torch.tensor([1, 2]))]), "already distinguishes 2"),
         (lambda: masks.offset(masks.causal(), q=1.5), "must be an int"),
+        (lambda: masks.within_documents(masks.padding(torch.tensor([1, 2])), DOCS), "works at any length"),
         (lambda: masks.per_head_window(torch.tensor([4, 0])), "every window must be at least 1"),
     ],
 )
