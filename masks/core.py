@@ -92,7 +92,7 @@ class Mask:
 def _to(value: object, device: torch.device | str) -> object:
     if isinstance(value, Tensor | Mask):
         return value.to(device)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and any(isinstance(item, Tensor | Mask) for item in value):
         return tuple(_to(item, device) for item in value)
     return value
 

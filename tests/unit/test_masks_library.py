@@ -95,6 +95,11 @@ def test_to_moves_every_captured_tensor(mask):
 
     assert all(tensor.device.type == "meta" for tensor in tensors(mask.to("meta")))
     assert all(tensor.device.type == "cpu" for tensor in tensors(mask))
+    moved = mask.to("cpu")
+    assert torch.equal(masks.to_dense(moved, S), masks.to_dense(mask, S))
+    q, kv = ranges(S, 8), ranges(S, 16)
+    for ours, theirs in zip(moved.classify(*q, *kv), mask.classify(*q, *kv)):
+        assert torch.equal(ours, theirs)
 
 
 def test_nothing_that_call_reads_is_a_python_number():
