@@ -30,12 +30,6 @@ def late(b, h, q_idx, kv_idx):
 
 def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
-
-class Explodes:
-    shape = (1, 1, 200, 200)
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        return q_idx >= kv_idx
 """
 
 
@@ -85,7 +79,6 @@ def runs(place: Path) -> dict[str, Outcome]:
         "late": lambda: command([SCRIPT, *SMALL, "--data", "text", "--cp", "2", "--mask", "my_masks:late"], place),
         "torchrun cp 3": lambda: command([*TORCHRUN, *SMALL, "--cp", "3"], place),
         "8b": lambda: command([*MODULE, "--model", "llama3-8b"], place),
-        "seq_len 0": lambda: command([SCRIPT, "--seq-len", "0", "--cp", "2"], place),
         "root": lambda: command([*MODULE, "--seq-len", "64", "--steps", "1"], ROOT),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -125,7 +118,6 @@ def test_the_checkouts_own_text_is_the_default(runs: dict[str, Outcome]) -> None
     [
         ("late", "--mask my_masks:late raised IndexError"),
         ("8b", "llama3-8b needs 128,484,179,968 bytes per rank"),
-        ("seq_len 0", "--seq-len is 0, and must be at least 1"),
     ],
 )
 def test_wrong_uses_end_with_one_sentence(runs: dict[str, Outcome], name: str, words: str) -> None:
@@ -143,15 +135,15 @@ def test_torchrun_with_another_size_is_told_once(runs: dict[str, Outcome]) -> No
     outcome = runs["torchrun cp 3"]
     assert outcome.code != 0
     told = [line for line in outcome.err.splitlines() if line.startswith("flexcp.train: error")]
-    assert told == [
-        "flexcp.train: error: --cp 3 does not divide the 2 ranks that were started: pass --cp 2, or start 3 ranks"
-    ]
+    assert len(told) == 1
+    assert "--cp 3 does not divide the 2 ranks that were started: pass --cp 2, or start 3 ranks" in told[0]
     assert outcome.seconds < 30
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--seq-len", "0"], "--seq-len is 0, and must be at least 1"),
         (["--steps", "0"], "--steps is 0"),
         (["--cp", "0"], "--cp is 0"),
         (["--lr", "-1"], "--lr is -1.0"),
