@@ -3,18 +3,15 @@
 import doctest
 import importlib
 import pkgutil
+import re
 
 import pytest
 import torch
 
 from flexcp import masks
+from tests.unit.masks_oracle import DOCS, DOCS2, EXACT, S
 
 torch.set_num_threads(1)
-
-
-S = 48
-DOCS = torch.tensor([5] * 7 + [2] * 16 + [9] + [0] * 24)
-DOCS2 = torch.stack([DOCS, torch.arange(S) // 10])
 
 
 def test_repr_reads_like_the_expression():
@@ -102,3 +99,38 @@ def test_every_example_in_a_docstring_runs():
     for module in pkgutil.iter_modules(importlib.import_module("flexcp.masks").__path__):
         result = doctest.testmod(importlib.import_module(f"flexcp.masks.{module.name}"))
         assert result.failed == 0, module.name
+
+
+def test_a_mask_without_tables_reads_back_from_its_repr():
+    read_back = 0
+    for mask in EXACT:
+        text = repr(mask)
+        if re.search(r"(ids|positions|offsets|is_global|table|parents|intervals|image)\[", text):
+            continue
+        again = masks.parse(text)
+        assert repr(again) == text
+        assert torch.equal(masks.to_dense(again, S), masks.to_dense(mask, S))
+        read_back += 1
+    assert read_back > 25
+
+
+def test_parse_fills_parameters_of_every_kind():
+    bound = {"doc_ids": DOCS, "seq_len": S, "is_global": DOCS == 9}
+    for text, want in {
+        "document(causal=True)": "document(doc_ids[48], causal=True)",
+        "where_head([0], causal & document, sliding_window(8), num_heads=2)": (
+            "where_head([0], causal() & document(doc_ids[48]), sliding_window(8), num_heads=2)"
+        ),
+        "per_batch([causal, ~full])": "per_batch([causal(), ~full()])",
+        "offset(causal, q=-2)": "offset(causal(), q=-2, kv=0)",
+        "natten((12, 4), 3)": "",
+        "random_blocks(2, 8, seed=3)": "random_blocks(2, 8, 48, seed=3)",
+        "global_local(8) & within_documents(prefix_lm(4))": (
+            "global_local(8, is_global[48]) & within_documents(prefix_lm(4), doc_ids[48])"
+        ),
+    }.items():
+        if want:
+            assert repr(masks.parse(text, **bound)) == want
+        else:
+            with pytest.raises(ValueError, match="must have 2 axes"):
+                masks.parse(text, **bound)
