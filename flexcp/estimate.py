@@ -50,24 +50,40 @@ def _host_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(model: str, config: Llama3Config, dtype: torch.dtype, device: torch.device, local_ranks: int) -> None:
-    """Refuses a run whose weights cannot fit, before anything is allocated.
+def check_memory(
+    model: str,
+    config: Llama3Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    local_ranks: int,
+    tokens: int,
+) -> None:
+    """Refuses a run that cannot fit, before anything is allocated.
+
+    Counted is what is certain: weights, gradients and AdamW states, the batch's own columns, and the logits of the
+    rank's tokens with their gradient in fp32. The activations of the layers come on top, so that a run that passes may
+    still be too large.
 
     Args:
+        ranks: among which the tokens are divided.
         local_ranks: ranks on this host; on a CPU they share its memory, a GPU has one.
+        tokens: in a step, over all ranks.
 
     Raises:
         UserError: with the bytes needed and available.
     """
-    per_rank = training_bytes(config, dtype)
+    states = training_bytes(config, dtype)
+    rows = tokens * 4 * 8 + -(-tokens // ranks) * config.vocab_size * 2 * max(4, dtype.itemsize)
     sharing = local_ranks if device.type == "cpu" else 1
     available = available_bytes(device)
-    if per_rank * sharing <= available:
+    if (states + rows) * sharing <= available:
         return
     place = "this host" if device.type == "cpu" else "this GPU"
+    remedy = "train a smaller model (llama3-debug)" if states > rows else "lower --seq-len or --batch"
     raise UserError(
-        f"{model} needs {per_rank:,} bytes per rank for parameters, gradients and AdamW states in "
-        f"{str(dtype).removeprefix('torch.')}, {per_rank * sharing:,} bytes for {sharing} rank(s) on {place}, which "
-        f"has {available:,} bytes available: train a smaller model (llama3-debug), or on a machine with more memory, "
-        "since parameters are not sharded"
+        f"{model} needs {states:,} bytes per rank for parameters, gradients and AdamW states in "
+        f"{str(dtype).removeprefix('torch.')} and {rows:,} bytes for {tokens:,} tokens and their logits, "
+        f"{(states + rows) * sharing:,} bytes for {sharing} rank(s) on {place}, which has {available:,} bytes "
+        f"available: {remedy}, or use a machine with more memory, since parameters are not sharded"
     )

@@ -61,6 +61,10 @@ class World:
                     "WORLD_SIZE and flexcp.train starts its own"
                 )
             values[name] = int(text)
+        if values["WORLD_SIZE"] > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            raise UserError(
+                "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT: start the ranks with torchrun"
+            )
         return World(*(values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
@@ -211,13 +215,21 @@ def speak_first() -> bool:
 
 
 def report(error: BaseException, world: World | None) -> int:
-    """Prints a failure of this process: a sentence (exit code 2) for a UserError, else its traceback (1)."""
+    """Prints a failure of this process and gives its exit code.
+
+    A sentence for a UserError (2), for a run that diverged (1) and for Ctrl-C (130); else the traceback (1).
+    """
+    interrupted = isinstance(error, KeyboardInterrupt)
+    code = 130 if interrupted else 2 if isinstance(error, UserError) else 1
     if not speak_first():
-        return 2 if isinstance(error, UserError) else 1
+        return code
     name = f" rank {world.rank}" if world is not None and world.size > 1 else ""
-    if isinstance(error, UserError):
+    if interrupted:
+        print(f"flexcp.train:{name} interrupted", file=sys.stderr, flush=True)
+        return code
+    if isinstance(error, UserError | FloatingPointError):
         print(f"flexcp.train: error{' on' + name if name else ''}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return code
     text = "".join(traceback.format_exception(error))
     print(f"{text}flexcp.train:{name} failed with the traceback above", file=sys.stderr, flush=True)
-    return 1
+    return code

@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(3)
             return 2
         return launch.report(error, None)
+    except KeyboardInterrupt as error:
+        return launch.report(error, world)
     if world is None and config.cp > 1:
         return launch.launch(argv, config.cp)
     return _rank_main(config, world or launch.World(), inputs)
@@ -68,7 +70,9 @@ def check_all(config: TrainConfig, world: launch.World | None) -> tuple[Corpus, 
         check_world(config, world.size)
     ranks = world or launch.World(0, config.cp, 0, config.cp)
     device = launch.pick_device(ranks)
-    check_memory(config.model, get_config(config.model), config.torch_dtype, device, ranks.local_size)
+    tokens = config.batch * config.seq_len
+    model = get_config(config.model)
+    check_memory(config.model, model, config.torch_dtype, device, config.cp, ranks.local_size, tokens)
     corpus = read_corpus(config.data)
     mask = load_mask(config.mask)
     mask.probe(PackedRows(corpus.documents, config.seq_len, config.batch, config.seed).batch(0).doc_ids)
@@ -89,7 +93,7 @@ def _rank_main(config: TrainConfig, world: launch.World, inputs: tuple[Corpus, M
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("cp",))
         run(config, mesh, device=device, inputs=inputs, verbose=world.rank == 0)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         code = launch.report(error, world)
         sys.stdout.flush()
         os._exit(code)  # the group's threads may hang on ranks that are gone

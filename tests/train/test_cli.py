@@ -161,7 +161,8 @@ def test_torchrun_with_another_size_is_told_once(runs: dict[str, Outcome]) -> No
         (["--out", "c.yaml"], "--out c.yaml cannot be written to"),
         (["--config", "typo.yaml"], "did you mean seq_len"),
         (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
-        (["--model", "llama3-8b", "--cp", "4"], "513,936,719,872 bytes for 4 rank(s)"),
+        (["--model", "llama3-8b", "--cp", "4"], "bytes for 4 rank(s) on this host"),
+        (["--seq-len", "999999999999"], "lower --seq-len or --batch"),
     ],
 )
 def test_wrong_uses(

@@ -118,6 +118,11 @@ def test_the_world_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match="WORLD_SIZE is None"):
         World.from_env()
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match="not MASTER_ADDR and MASTER_PORT"):
+        World.from_env()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert World.from_env() == World(5, 8, 5, 8)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

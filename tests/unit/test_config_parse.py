@@ -142,7 +142,10 @@ def test_memory_is_counted_and_refused() -> None:
     assert training_bytes(config, torch.bfloat16) == 20 * config.num_params
     cpu = torch.device("cpu")
     assert 0 < available_bytes(cpu) < 1 << 50
-    check_memory("llama3-debug", get_config("llama3-debug"), torch.float32, cpu, 2)
-    needed = 1000 * 16 * config.num_params
+    debug = get_config("llama3-debug")
+    check_memory("llama3-debug", debug, torch.float32, cpu, 2, 2, 2048)
+    needed = 1000 * (16 * config.num_params + 4000 * 32 + 4 * 128_256 * 8)
     with pytest.raises(UserError, match=rf"128,484,179,968 bytes per rank .* {needed:,} bytes for 1000 rank"):
-        check_memory("llama3-8b", config, torch.float32, cpu, 1000)
+        check_memory("llama3-8b", config, torch.float32, cpu, 1000, 1000, 4000)
+    with pytest.raises(UserError, match="lower --seq-len"):
+        check_memory("llama3-debug", debug, torch.float32, cpu, 2, 2, 10**12)
