@@ -58,9 +58,7 @@ def plan(
     (512, [512, 513, 514])
     """
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-        raise ValueError(
-            f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}"
-        )
+        raise ValueError(f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}")
     _check_name("balance", balance, balancing.BALANCES)
     _check_name("comm", comm, ("auto", *planner.COMMS))
     link, size, rank, mesh_device = _group(mesh, rank)
@@ -91,9 +89,7 @@ _ONLY = "mask"
 class _Shared:
     """What ranks must agree on: every rank derives it alone, or each does its share and they exchange it."""
 
-    def __init__(
-        self, sources: tuple[BlockSource, ...], link: Link | None, size: int, device: torch.device
-    ) -> None:
+    def __init__(self, sources: tuple[BlockSource, ...], link: Link | None, size: int, device: torch.device) -> None:
         self.sources, self.size, self.device = sources, size, device
         self.link = link if size > 1 else None
 
@@ -146,10 +142,7 @@ class Plan:
         positions = layout.positions(rank)[None].to(device)
         self.valid = positions < self.seq_len
         self.positions = positions.clamp(max=self.seq_len - 1)
-        self._tokens = {
-            name: Token(self, lambda schedule=schedule: schedule, device)
-            for name, schedule in schedules.items()
-        }
+        self._tokens = {name: Token(self, schedule, device) for name, schedule in schedules.items()}
 
     def __repr__(self) -> str:
         return (
@@ -193,12 +186,10 @@ class Plan:
         source = Everything(self.seq_len, some.block_size)
 
         def need() -> Tensor:
-            return torch.stack(
-                [planner.needs(source, layout, other, device) for other in range(layout.cp_size)]
-            )
+            return torch.stack([planner.needs(source, layout, other, device) for other in range(layout.cp_size)])
 
         schedule = planner.build_schedule(source, layout, rank, comm, need, device)
-        return Token(self, lambda: schedule, device)
+        return Token(self, schedule, device)
 
     def shard(self, x: Tensor, dim: int = 1, pad: float | int | bool | None = None) -> Tensor:
         """This rank's rows of a tensor that holds the whole sequence along `dim`, in local order.
@@ -256,9 +247,7 @@ def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
         return None
     pair = (given, given) if isinstance(given, int) else tuple(given)
     if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
-        raise ValueError(
-            f"block_size is a number of tokens or (queries, keys), each at least 1, got {given!r}"
-        )
+        raise ValueError(f"block_size is a number of tokens or (queries, keys), each at least 1, got {given!r}")
     return pair
 
 

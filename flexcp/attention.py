@@ -61,7 +61,10 @@ def backward(
     """
     dtype = kernel.accumulation_dtype(q.dtype)
     dq = torch.zeros_like(q, dtype=dtype)
-    dbuffers: list[Tensor | None] = [None] * len(score.buffers)
+    # A rank whose queries see nothing still has a gradient, 0: the ranks may be about to sum it.
+    dbuffers = [
+        torch.zeros_like(x, dtype=dtype) if needed else None for x, needed in zip(score.buffers, score.needs_grad)
+    ]
     keys = _KeyGradients(schedule, k, v, dtype, link)
     for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
         dkv = None
@@ -168,4 +171,4 @@ def _one_by_one(x: Tensor, cp_size: int) -> Tensor:
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    return part if total is None else total if part is None else total + part
+    return total if total is None or part is None else total + part

@@ -135,9 +135,7 @@ class Everything(BlockSource):
         super().__init__(_see_all, seq_len, block_size, None, None)
 
     def inner_classes(self, q_start: Tensor, kv_start: Tensor) -> Tensor:
-        return torch.full(
-            (1, 1, q_start.numel(), kv_start.numel()), FULL, dtype=torch.uint8, device=q_start.device
-        )
+        return torch.full((1, 1, q_start.numel(), kv_start.numel()), FULL, dtype=torch.uint8, device=q_start.device)
 
 
 def _see_all(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -189,9 +187,7 @@ class _MaskSource(BlockSource):
         """Decides the PARTIAL blocks of `classes`, in place, by evaluating their pairs, a bounded number at once."""
         q_size, kv_size = self.block_size
         device = classes.device
-        mask_mod = torch.vmap(
-            torch.vmap(self.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None)
-        )
+        mask_mod = torch.vmap(torch.vmap(self.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
         mask_mod = torch.vmap(mask_mod)
         undecided = (classes == PARTIAL).nonzero()
         for some in undecided.split(max(1, _PAIRS_AT_ONCE // (q_size * kv_size))):
@@ -268,9 +264,7 @@ def _check_block_mask(mask: BlockMask, seq_len: int, block_size: tuple[int, int]
     if block_size is not None and tuple(block_size) != tuple(own):
         raise ValueError(f"plan was told block_size={block_size}, but the BlockMask has BLOCK_SIZE={own}")
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-        raise ValueError(
-            "this BlockMask was sliced, which loses its mask_mod; pass the whole BlockMask instead"
-        )
+        raise ValueError("this BlockMask was sliced, which loses its mask_mod; pass the whole BlockMask instead")
     for what, length, size in zip(("queries", "keys"), mask.seq_lengths, own):
         if length not in (seq_len, -(-seq_len // size) * size):
             raise ValueError(

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed it and warns of the old name; 2.11 knows only that.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass
 class Counters:
@@ -26,9 +29,7 @@ class Counters:
     _live: int = field(default=0, repr=False)
 
     def clear(self) -> None:
-        self.p2p_messages = self.p2p_bytes = self.collective_calls = self.collective_bytes = (
-            self.peak_shards
-        ) = 0
+        self.p2p_messages = self.p2p_bytes = self.collective_calls = self.collective_bytes = self.peak_shards = 0
 
     def _arrive(self, buffer: Tensor) -> None:
         self._live += 1
@@ -69,9 +70,7 @@ class Link:
             return x[None]
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(
-            out.flatten(0, 1) if x.dim() else out, x if x.dim() else x[None], group=self.group
-        )
+        _all_gather_single(out.view(-1), x.view(-1), group=self.group)
         self._count_collective(x.numel() * x.element_size() * (self.size - 1))
         return out
 
@@ -95,9 +94,7 @@ class Link:
         """The sum of x over the ranks, in x's dtype, added in rank order."""
         return x if self.size == 1 else self.all_gather(x).sum(0)
 
-    def shift(
-        self, send: Tensor | None, send_to: int | None, like: Tensor | None, receive_from: int | None
-    ) -> Pending:
+    def shift(self, send: Tensor | None, send_to: int | None, like: Tensor | None, receive_from: int | None) -> Pending:
         """Starts sending one buffer and receiving another, point to point; either may be absent.
 
         Args:

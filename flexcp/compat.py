@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 
 import torch
-import torch.nn.attention.flex_attention as _public  # the module: its device check is replaced inside a context
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
@@ -25,6 +25,7 @@ __all__ = [
     "autograd_enabled",
     "flex_backward_operator",
     "flex_operator",
+    "flex_operator_module",
     "flex_public_module",
     "inside_functorch",
     "over_pairs",
@@ -34,7 +35,12 @@ __all__ = [
 
 def flex_public_module() -> ModuleType:
     """torch.nn.attention.flex_attention, the module."""
-    return _public
+    return import_module("torch.nn.attention.flex_attention")
+
+
+def flex_operator_module() -> ModuleType:
+    """Where the operators under it are defined, the module."""
+    return import_module("torch._higher_order_ops.flex_attention")
 
 
 def active_modes() -> list[TorchDispatchMode]:
@@ -63,9 +69,7 @@ def autograd_enabled() -> Iterator[None]:
         yield
 
 
-def over_pairs(
-    function: Callable[..., Tensor], with_score: bool, num_buffers: int = 0
-) -> Callable[..., Tensor]:
+def over_pairs(function: Callable[..., Tensor], with_score: bool, num_buffers: int = 0) -> Callable[..., Tensor]:
     """Lifts a mask_mod or score_mod, written for scalars, to vectors b [B], h [H], q_idx [L], kv_idx [N].
 
     Args:

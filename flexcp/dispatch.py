@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,8 +57,11 @@ def _token_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tens
     return torch.ops.flexcp.only_inside_context(q_idx)
 
 
-_ids = itertools.count(1)
+_REFUSED = 1  # the number of a token that belongs to no plan
+_ids = itertools.count(_REFUSED + 1)
 _tokens: "weakref.WeakValueDictionary[int, Token]" = weakref.WeakValueDictionary()
+# The same tokens by the address of their counts, which spares a GPU the wait for a number.
+_tokens_at: "weakref.WeakValueDictionary[int, Token]" = weakref.WeakValueDictionary()
 
 
 class Token:
@@ -67,32 +71,39 @@ class Token:
     the tensor wherever saved-tensor hooks take it.
     """
 
-    def __init__(self, plan: "Plan", schedule: Callable[[], Schedule], device: torch.device) -> None:
+    def __init__(self, plan: "Plan", schedule: Schedule, device: torch.device) -> None:
         self.plan = weakref.ref(plan)
         self.schedule = schedule
         self.id = next(_ids)
-        length = plan.local_len
-        count = torch.full((1, 1, 1), -self.id, dtype=torch.int32, device=device)
-        index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
-        self.block_mask = BlockMask(
-            seq_lengths=(length, length),
-            kv_num_blocks=count,
-            kv_indices=index,
-            full_kv_num_blocks=None,
-            full_kv_indices=None,
-            q_num_blocks=count,
-            q_indices=index,
-            full_q_num_blocks=None,
-            full_q_indices=None,
-            # With this block size torch leaves the comparison of lengths to the rule, whose sentence knows the plan.
-            BLOCK_SIZE=(compat.WHOLE_SEQUENCE_BLOCK, compat.WHOLE_SEQUENCE_BLOCK),
-            mask_mod=_token_mask_mod,
-        )
+        self.block_mask = _token_block_mask(-self.id, plan.local_len, plan.local_len, device)
         _tokens[self.id] = self
+        _tokens_at[self.block_mask.kv_num_blocks.data_ptr()] = self
+
+
+def _token_block_mask(count: int, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
+    num_blocks = torch.full((1, 1, 1), count, dtype=torch.int32, device=device)
+    indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+    return BlockMask(
+        seq_lengths=(q_len, kv_len),
+        kv_num_blocks=num_blocks,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=num_blocks,
+        q_indices=indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        # With this block size torch leaves the comparison of lengths to the rule, whose sentence knows the plan.
+        BLOCK_SIZE=(compat.WHOLE_SEQUENCE_BLOCK, compat.WHOLE_SEQUENCE_BLOCK),
+        mask_mod=_token_mask_mod,
+    )
 
 
 def _token_of(block_mask: tuple[Any, ...]) -> Token | None:
-    return _tokens.get(-int(block_mask[2].flatten()[0])) if block_mask[2].numel() else None
+    """The token that a BlockMask's tuple stands for; None for a real BlockMask."""
+    num_blocks = block_mask[2]
+    at = _tokens_at.get(num_blocks.data_ptr())
+    return at or (_tokens.get(-int(num_blocks.flatten()[0])) if num_blocks.numel() else None)
 
 
 class _ContextParallelMode(compat.TorchDispatchMode):
@@ -135,20 +146,18 @@ def context_parallel(plan: "Plan", *, captured_grads: str = "partial") -> Iterat
     if captured_grads not in ("partial", "sum"):
         raise ValueError(f"captured_grads is 'partial' or 'sum', got {captured_grads!r}")
     plan.require_group()
-    with _trainable_on_cpu(), _ContextParallelMode(plan, captured_grads):
+    with _way_prepared(), _ContextParallelMode(plan, captured_grads):
         yield
 
 
 @contextmanager
 def bypass() -> Iterator[None]:
     """Inside, flex_attention is torch's own again, for attention over tensors that are not sharded."""
-    with _trainable_on_cpu(), _ContextParallelMode(None, "partial"):
+    with _way_prepared(), _ContextParallelMode(None, "partial"):
         yield
 
 
-def _forward_rule(
-    mode, q, k, v, score_mod, block_mask, scale, kernel_options, score_buffers=(), mask_buffers=()
-):
+def _forward_rule(mode, q, k, v, score_mod, block_mask, scale, kernel_options, score_buffers=(), mask_buffers=()):
     plans = [context.plan for context in (*_contexts(), mode)]
     if mode.plan is None:
         with compat.without_modes():
@@ -157,13 +166,17 @@ def _forward_rule(
             )
     token = _token_of(block_mask)
     if token is None:
-        token = _whole_sequence_token(mode.plan, block_mask)
+        raise ValueError(
+            f"inside flexcp.context_parallel, flex_attention was given a BlockMask of {block_mask[0]} x "
+            f"{block_mask[1]} that is not this plan's; pass block_mask=plan.block_mask (the mask itself goes to "
+            "flexcp.plan), or wrap attention that is not sharded in `with flexcp.bypass():`"
+        )
     plan = token.plan()
     if plan is None or not any(plan is other for other in plans):
         raise RuntimeError(
             "this block mask belongs to another plan than the active one; enter flexcp.context_parallel of its plan"
         )
-    schedule = token.schedule()
+    schedule = token.schedule
     _check_inputs(q, k, v, plan, schedule, kernel_options)
     score = Score(_unless_identity(score_mod), tuple(score_buffers))
     out, lse = attention.forward(q, k, v, schedule, score, scale, plan.link)
@@ -216,8 +229,7 @@ def _backward_rule(
     owner = next((c for c in (mode, *reversed(_contexts())) if c.plan is not None and c.plan is plan), None)
     if plan is None or owner is None:
         raise RuntimeError(_OUTSIDE)
-    needs_grad = _buffers_that_need_grad(joint_graph, score_buffers)
-    score = Score(_unless_identity(fw_graph), tuple(score_buffers), needs_grad)
+    score = Score(_unless_identity(fw_graph), tuple(score_buffers), joint_graph.needs_grad)
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv, dbuffers = attention.backward(
         q,
@@ -227,16 +239,14 @@ def _backward_rule(
         lse.to(dtype) * _LN2,
         torch.zeros_like(out) if dout is None else dout,
         None if dlse is None else dlse.to(dtype) / _LN2,
-        token.schedule(),
+        token.schedule,
         score,
         scale,
         plan.link,
     )
     if owner.captured_grads == "sum":
         dbuffers = [None if grad is None else plan.link.all_reduce(grad) for grad in dbuffers]
-    grads = tuple(
-        None if grad is None else grad.to(buffer.dtype) for grad, buffer in zip(dbuffers, score_buffers)
-    )
+    grads = tuple(None if grad is None else grad.to(buffer.dtype) for grad, buffer in zip(dbuffers, score_buffers))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), grads
 
 
@@ -244,33 +254,18 @@ compat.flex_operator.py_impl(_ContextParallelMode)(_forward_rule)
 compat.flex_backward_operator.py_impl(_ContextParallelMode)(_backward_rule)
 
 
-def _whole_sequence_token(plan: "Plan", block_mask: tuple[Any, ...]) -> Token:
-    """The token of full attention, for a call with block_mask=None; any real BlockMask is refused."""
-    *_, q_block, kv_block, _ = block_mask
-    if (q_block, kv_block) != (compat.WHOLE_SEQUENCE_BLOCK, compat.WHOLE_SEQUENCE_BLOCK):
-        raise ValueError(
-            f"inside flexcp.context_parallel, flex_attention was given a BlockMask of {block_mask[0]} x {block_mask[1]} "
-            "that is not this plan's; pass block_mask=plan.block_mask (the mask itself goes to flexcp.plan), or wrap "
-            "attention that is not sharded in `with flexcp.bypass():`"
-        )
-    token = plan.whole_sequence_token
-    # torch makes this mask afresh for every such call. Marking it tells backward which plan the call belongs to.
-    block_mask[2].fill_(-token.id)
-    return token
-
-
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, plan: "Plan", schedule: Schedule, kernel_options: dict
-) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", schedule: Schedule, kernel_options: dict) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) not in (Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"{name} is a {type(x).__name__}, but sharded attention needs plain local tensors; call .to_local() first"
+                f"{name} is a {type(x).__name__}, but sharded attention needs plain local tensors; "
+                "call .to_local() first"
             )
         if x.shape[2] != plan.local_len:
             raise ValueError(
-                f"{name} has {x.shape[2]} rows, but this rank's shard of the {plan.seq_len} tokens has {plan.local_len}; "
-                "shard the inputs with plan.shard (or wrap attention that is not sharded in `with flexcp.bypass():`)"
+                f"{name} has {x.shape[2]} rows, but this rank's shard of the {plan.seq_len} tokens has "
+                f"{plan.local_len}; shard the inputs with plan.shard (or wrap attention that is not sharded in "
+                "`with flexcp.bypass():`)"
             )
     source = schedule.source
     for what, given, known in (
@@ -294,40 +289,48 @@ def _unless_identity(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor] 
     return None if getattr(score_mod, "__name__", "") == "_identity" else score_mod
 
 
-def _buffers_that_need_grad(joint_graph: Any, buffers: tuple[Any, ...]) -> tuple[bool, ...]:
-    """Read off the joint graph, which was traced when the buffers still said so: hooks may unpack them without."""
-    if isinstance(joint_graph, torch.fx.GraphModule):
-        grads = joint_graph.graph.output_node().args[0][5:]
-        return tuple(grad is not None for grad in grads)
-    return tuple(isinstance(x, Tensor) and x.is_floating_point() for x in buffers)
-
-
 @dataclass
 class _Replaced:
-    """How many contexts of the process have replaced torch's checks, and what they replaced."""
+    """How many contexts of the process have replaced names in torch's modules, and what they replaced."""
 
     lock: threading.Lock
     users: int = 0
-    originals: dict[str, Callable[..., None]] = field(default_factory=dict)
+    originals: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def install(self) -> None:
+        for module, replacement in _replacements():
+            self.originals[replacement.__name__] = getattr(module, replacement.__name__)
+            setattr(module, replacement.__name__, replacement)
+
+    def restore(self) -> None:
+        for module, replacement in _replacements():
+            setattr(module, replacement.__name__, self.originals[replacement.__name__])
 
 
 _replaced = _Replaced(threading.Lock())
 
 
-@contextmanager
-def _trainable_on_cpu() -> Iterator[None]:
-    """Lets flex_attention take CPU tensors that require grad, on threads with an active context only.
+def _replacements() -> list[tuple[ModuleType, Callable[..., Any]]]:
+    public, operators = compat.flex_public_module(), compat.flex_operator_module()
+    return [
+        (public, _validate_device),
+        (public, _create_empty_block_mask),
+        (public, _warn_once),
+        (operators, create_fw_bw_graph),
+    ]
 
-    torch refuses them in its public function, before anything could intercept it. Its check is one name for the whole
-    process, so the replacement asks the calling thread's own modes and falls back to the original. So does the
-    advice to compile flex_attention, which is wrong inside a context.
+
+@contextmanager
+def _way_prepared() -> Iterator[None]:
+    """Prepares torch's way from its public flex_attention to the rules, on threads with an active context only.
+
+    Before anything could intercept the call, it refuses CPU tensors that require grad, makes a mask of its own for
+    block_mask=None, advises to compile what a context must see, and traces the score_mod's gradient. These are names
+    of the whole process, so the replacements ask the calling thread's own modes and fall back to the originals.
     """
-    module = compat.flex_public_module()
     with _replaced.lock:
         if _replaced.users == 0:
-            for name, replacement in (("_validate_device", _validate_device), ("_warn_once", _warn_once)):
-                _replaced.originals[name] = getattr(module, name)
-                setattr(module, name, replacement)
+            _replaced.install()
         _replaced.users += 1
     try:
         yield
@@ -335,8 +338,7 @@ def _trainable_on_cpu() -> Iterator[None]:
         with _replaced.lock:
             _replaced.users -= 1
             if _replaced.users == 0:
-                for name, original in _replaced.originals.items():
-                    setattr(module, name, original)
+                _replaced.restore()
 
 
 def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -350,6 +352,39 @@ def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
         _replaced.originals["_validate_device"](query, key, value)
 
 
+def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
+    """The mask that torch makes for block_mask=None: here, full attention over the innermost plan's sequence."""
+    if torch.compiler.is_dynamo_compiling():
+        # A compiler lowers the operator where no rule sees it, so it gets a mask that stops it.
+        return _token_block_mask(-_REFUSED, query.shape[-2], key.shape[-2], query.device)
+    contexts = _contexts()
+    if not contexts or contexts[-1].plan is None:
+        return _replaced.originals["_create_empty_block_mask"](query, key)
+    return contexts[-1].plan.whole_sequence_token.block_mask
+
+
 def _warn_once(*args: Any, **kwargs: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or not _contexts():
         _replaced.originals["_warn_once"](*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _JointGraph:
+    """Stands where torch keeps the traced gradient of a score_mod; says only which captured tensors want one."""
+
+    needs_grad: tuple[bool, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        raise RuntimeError(_OUTSIDE)
+
+
+def create_fw_bw_graph(score_mod: Callable[..., Tensor], index_values: Any, other_buffers: tuple[Any, ...]) -> Any:
+    """Leaves the score_mod's gradient to the kernel, which takes it at the time of backward.
+
+    torch would trace it now, under whatever saved-tensor hooks are active. Those of non-reentrant checkpointing
+    recompute the checkpointed region inside the trace, and the gradients come out wrong.
+    """
+    contexts = _contexts()
+    if not contexts or contexts[-1].plan is None:
+        return _replaced.originals["create_fw_bw_graph"](score_mod, index_values, other_buffers)
+    return score_mod, _JointGraph(tuple(isinstance(x, Tensor) and x.requires_grad for x in other_buffers))

@@ -31,9 +31,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of local queries over the keys of one stage.
 
     Args:

@@ -43,9 +43,7 @@ class _Tile:
         return x[:, :, self.columns]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float) -> tuple[Tensor, Tensor]:
     """See `flexcp.kernel.forward`."""
     q, k, v = _upcast(q), _upcast(k), _upcast(v)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -77,8 +75,7 @@ def backward(
     q, k, v, out, dout = (_upcast(x) for x in (q, k, v, out, dout))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dbuffers: list[Tensor | None] = [
-        torch.zeros_like(x, dtype=q.dtype) if needed else None
-        for x, needed in zip(score.buffers, score.needs_grad)
+        torch.zeros_like(x, dtype=q.dtype) if needed else None for x, needed in zip(score.buffers, score.needs_grad)
     ]
     delta = (out * dout).sum(-1)
     if dlse is not None:
@@ -136,9 +133,7 @@ def _tiles(stage: Stage, num_heads: int) -> Iterator[_Tile]:
             hidden = _hidden(tile_classes, mask_mod, q_tile, kv_tile, kv_size)
             # Padding is hidden, but a score_mod is asked for it all the same, and its tables end with the sequence.
             last_token = stage.seq_len - 1
-            yield _Tile(
-                slice(row, end), columns, q_tile.clamp(max=last_token), kv_tile.clamp(max=last_token), hidden
-            )
+            yield _Tile(slice(row, end), columns, q_tile.clamp(max=last_token), kv_tile.clamp(max=last_token), hidden)
         row = end
 
 
@@ -150,7 +145,7 @@ def _columns(blocks: Tensor, kv_size: int) -> slice | Tensor:
 
 
 def _hidden(classes: Tensor, mask_mod, q_pos: Tensor, kv_pos: Tensor, kv_size: int) -> Tensor | None:
-    """Invisible pairs of a tile. classes: uint8 [B', H', rows, blocks]; the mask is asked only in columns that need it."""
+    """Invisible pairs of a tile, whose classes are [B', H', rows, blocks]; asks the mask only where it must."""
     mixed = (classes != FULL).flatten(0, 2).any(0)
     if not mixed.any():
         return None

@@ -36,9 +36,7 @@ class Layout:
                 f"layout {self.name!r}: every chunk needs one owner and every rank equally many, got {self.owned}"
             )
         if not 0 < self.seq_len <= self.padded_len:
-            raise ValueError(
-                f"layout {self.name!r}: {self.padded_len} rows cannot hold {self.seq_len} tokens"
-            )
+            raise ValueError(f"layout {self.name!r}: {self.padded_len} rows cannot hold {self.seq_len} tokens")
 
     @property
     def cp_size(self) -> int:
@@ -82,15 +80,13 @@ class Layout:
 
 def contiguous(seq_len: int, cp_size: int, align: int) -> Layout:
     """Rank r owns the r-th run of the sequence. `align`: tokens, a multiple of both block sizes."""
-    return Layout(
-        "contiguous", seq_len, _chunk_size(seq_len, cp_size, align), tuple((r,) for r in range(cp_size))
-    )
+    return Layout("contiguous", seq_len, _chunk_size(seq_len, cp_size, align), tuple((r,) for r in range(cp_size)))
 
 
 def head_tail(seq_len: int, cp_size: int, align: int) -> Layout:
     """Rank r owns the r-th chunk from the head and the r-th from the tail, which balances a causal mask.
 
-    The pairing known as zigzag, e.g. in "Striped Attention" (arXiv 2311.09431, related work) and Llama 3 (2407.21783, 3.3.2).
+    Also known as zigzag; used for instance by Llama 3 (arXiv 2407.21783, section 3.3.2).
     """
     num_chunks = 2 * cp_size
     owned = tuple((r, num_chunks - 1 - r) for r in range(cp_size))

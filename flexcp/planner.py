@@ -58,9 +58,7 @@ class Schedule:
     stages: tuple[Stage, ...]
 
 
-def rank_classes(
-    source: BlockSource, layout: Layout, rank: int, columns_of: int, device: torch.device
-) -> Tensor:
+def rank_classes(source: BlockSource, layout: Layout, rank: int, columns_of: int, device: torch.device) -> Tensor:
     """Classes of one rank's query blocks against another's key blocks: uint8 [batch, heads, nq, nk]."""
     q_start = layout.starts(rank, source.block_size[0]).to(device)
     kv_start = layout.starts(columns_of, source.block_size[1]).to(device)

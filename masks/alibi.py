@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.score import Score
 

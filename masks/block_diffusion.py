@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask
 from flexcp.masks.tables import scalar

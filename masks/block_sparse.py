@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask
 from flexcp.masks.tables import scalar
-from torch import Tensor
 
 
 class BlockSparse(Mask):

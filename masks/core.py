@@ -15,8 +15,9 @@ import copy
 from collections.abc import Callable
 
 import torch
-from flexcp.masks.checks import count_positional, merge_sizes, quantity
 from torch import Tensor
+
+from flexcp.masks.checks import count_positional, merge_sizes, quantity
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Classes = tuple[Tensor, Tensor]

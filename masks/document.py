@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.causal import causal as causal_mask
 from flexcp.masks.checks import flag, integers
 from flexcp.masks.core import Mask
 from flexcp.masks.reach import Reach
 from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows, run_ends, runs_of, take
-from torch import Tensor
 
 
 class Document(Mask):

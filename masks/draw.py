@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask, MaskMod, lift
 from flexcp.masks.picture import paths, png, rank_color
 from flexcp.masks.refine import classify
-from torch import Tensor
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _LETTERS = ".+#"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import integers
 from flexcp.masks.score import Score, parameter
-from torch import Tensor
 
 
 class GraphBias(Score):

@@ -16,9 +16,10 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.core import Mask
 from flexcp.masks.tables import scalar
-from torch import Tensor
 
 
 class Level(NamedTuple):

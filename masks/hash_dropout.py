@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import integers, quantity
 from flexcp.masks.score import Score
-from torch import Tensor
 
 _BITS = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # below 2^31: a product with 32 bits stays within int64, so nothing ever overflows

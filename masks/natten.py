@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from flexcp.masks.checks import axes, divides, per_axis_flags
 from flexcp.masks.core import Mask
 from flexcp.masks.grid import GridMask, raster, tiled

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import flag, integers
 from flexcp.masks.core import Mask
-from torch import Tensor
 
 
 class PerHeadWindow(Mask):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask
 from flexcp.masks.global_local import global_local
 from flexcp.masks.tables import scalar, take
-from torch import Tensor
 
 
 class RandomBlocks(Mask):

@@ -7,9 +7,10 @@ have an exact closed form that needs only the largest and smallest end over the 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.core import Classes, Mask
 from flexcp.masks.tables import columns, drop_single_row, extreme, last_index
-from torch import Tensor
 
 
 def reach_classes(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Classes, Mask, MaskMod, lift
-from torch import Tensor
 
 _PAIRS_AT_ONCE = 1 << 20  # int64 indices and bools of one batch of boxes stay under 64 MiB
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import flag, quantity
 from flexcp.masks.score import Score, parameter
-from torch import Tensor
 
 
 class RelativeBias(Score):

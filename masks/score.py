@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable
 
 import torch
-from flexcp.masks.checks import count_positional
 from torch import Tensor
+
+from flexcp.masks.checks import count_positional
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

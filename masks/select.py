@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import integers, merge_sizes, quantity
 from flexcp.masks.core import Mask, MaskMod, lift
-from torch import Tensor
 
 
 class WhereHead(Mask):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask
 from flexcp.masks.reach import Reach
 from flexcp.masks.tables import run_ends, runs_of
-from torch import Tensor
 
 
 def shared_prefix(group_ids: Tensor, branch_ids: Tensor) -> Mask:

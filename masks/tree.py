@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask
 from flexcp.masks.reach import Reach
 from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows
-from torch import Tensor
 
 
 class Tree(Mask):

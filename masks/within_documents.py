@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask, MaskMod, lift
 from flexcp.masks.tables import columns, drop_single_row, last_index, rows, runs_of, take
-from torch import Tensor
 
 
 class WithinDocuments(Mask):

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from flexcp.models.configs import Llama3Config, get_config
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from flexcp.models.configs import Llama3Config, get_config
 
 _BLOCK = 128
 
@@ -197,11 +198,7 @@ class Llama3(nn.Module):
             raise ValueError(f"tokens must be [B, S] with S >= 1, not {list(tokens.shape)}")
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if (
-            positions.ndim != 2
-            or positions.shape[1] != tokens.shape[1]
-            or positions.shape[0] not in (1, len(tokens))
-        ):
+        if positions.ndim != 2 or positions.shape[1] != tokens.shape[1] or positions.shape[0] not in (1, len(tokens)):
             raise ValueError(
                 f"positions must be [B or 1, S] as tokens {list(tokens.shape)}, not {list(positions.shape)}"
             )

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flexcp.models import Llama3Config, build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexcp
 from flexcp.config import TrainConfig
 from flexcp.data import IGNORE, Batch
+from flexcp.models import Llama3Config, build
 from flexcp.optim import sum_gradients
 from flexcp.train import forward_backward, make_plan, run
 from flexcp.usermask import load_mask

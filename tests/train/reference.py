@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from flexcp.models import llama3
 from torch import Tensor, nn
 
 from flexcp.data import IGNORE, Batch
+from flexcp.models import llama3
 from tests import oracle
 
 

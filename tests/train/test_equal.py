@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from flexcp.models import build
 
 from flexcp.config import TrainConfig
+from flexcp.models import build
 from flexcp.usermask import load_mask
 from tests.ranks import Ranks
 from tests.train import on_ranks, reference

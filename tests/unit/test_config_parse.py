@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from flexcp.models import get_config
 
 from flexcp.config import TrainConfig, check, check_world, from_yaml, parse, prepare_out
 from flexcp.errors import UserError
 from flexcp.estimate import available_bytes, check_memory, training_bytes
+from flexcp.models import get_config
 
 
 def test_defaults_file_command_line(tmp_path: Path) -> None:

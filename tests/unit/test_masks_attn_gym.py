@@ -5,10 +5,10 @@ What "wrong" means is decided by a loop over pairs in this file, not by either l
 
 import pytest
 import torch
-from flexcp.masks import scores
 from torch.nn.attention.flex_attention import create_mask
 
 from flexcp import masks
+from flexcp.masks import scores
 
 gym = pytest.importorskip("attn_gym.masks")
 mods = pytest.importorskip("attn_gym.mods")

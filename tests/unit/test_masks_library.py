@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from flexcp.masks.registry import library
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from flexcp import masks
+from flexcp.masks.registry import library
 from tests.unit.masks_oracle import (
     ARANGE,
     CONSERVATIVE,

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from flexcp.masks import scores
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexcp import masks
+from flexcp.masks import scores
 
 torch.set_num_threads(1)
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from flexcp.masks import scores
 from torch.nn.attention.flex_attention import flex_attention
+
+from flexcp.masks import scores
 
 torch.set_num_threads(1)
 

@@ -5,10 +5,11 @@ import dataclasses
 import mpmath
 import pytest
 import torch
-from flexcp.models import CONFIGS, Llama3, Llama3Config, build, from_hf, get_config, to_hf
-from flexcp.models.llama3 import RMSNorm, causal_block_mask, rope_table
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+
+from flexcp.models import CONFIGS, Llama3, Llama3Config, build, from_hf, get_config, to_hf
+from flexcp.models.llama3 import RMSNorm, causal_block_mask, rope_table
 
 TINY = Llama3Config(vocab_size=50, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, head_dim=16)
 

@@ -1,0 +1,36 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the slow tests, too")
+    parser.addoption("--matrix-seed", type=int, default=20261201, help="seed of the sampled oracle matrix")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"oracle matrix: seed {config.getoption('--matrix-seed')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: scripts/test --all runs it"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(n)`: n gloo processes, started at the first call and shared by the whole session."""
+    pools: dict[int, Ranks] = {}
+
+    def get(size: int) -> Ranks:
+        if size not in pools:
+            pools[size] = Ranks(size)
+        return pools[size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,259 @@
+"""The oracle matrix: masks x comm x layout x cp x GQA x length x score, and how one case of it is checked."""
+
+import itertools
+import random
+from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+import flexcp
+from flexcp import masks
+from tests import oracle
+
+HEADS, DIM = 4, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str
+    comm: str
+    balance: str
+    cp: int
+    gqa: int
+    seq_len: int
+    score: str
+
+    def __str__(self) -> str:
+        return "-".join(str(x) for x in astuple(self))
+
+
+AXES = {
+    "mask": (
+        "causal",
+        "full",
+        "window",
+        "document",
+        "prefix",
+        "per_batch",
+        "per_head",
+        "block_sparse",
+        "dead_rows",
+    ),
+    "comm": ("gather", "ring"),
+    "balance": ("contiguous", "head_tail"),
+    "cp": (1, 2, 4),
+    "gqa": (1, 4),
+    "seq_len": (384, 500, 1000, 1024, 129),
+    "score": ("none", "distance", "bias", "window_by_inf"),
+}
+assert tuple(AXES) == tuple(f.name for f in fields(Case))
+
+
+def whole() -> list[Case]:
+    # Neighbours in the list share the oracle's result, which is cached.
+    order = ("cp", "seq_len", "mask", "gqa", "score", "comm", "balance")
+    combos = itertools.product(*(AXES[name] for name in order))
+    return [Case(**dict(zip(order, values))) for values in combos]
+
+
+def sample(seed: int, at_least: int) -> list[Case]:
+    """Cases in which every pair of values of any two axes meets, and more at random up to the number asked for."""
+    rng = random.Random(seed)
+    names = list(AXES)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]}
+
+    def pairs(case: Case) -> set:
+        return set(itertools.combinations([(n, getattr(case, n)) for n in names], 2))
+
+    chosen: dict[Case, None] = {}
+    while missing:
+        candidates = []
+        for fixed in rng.sample(sorted(missing), min(20, len(missing))):
+            values = {n: rng.choice(AXES[n]) for n in names} | dict(fixed)
+            candidates.append(Case(**values))
+        best = max(candidates, key=lambda c: len(pairs(c) & missing))
+        chosen[best] = None
+        missing -= pairs(best)
+    everything = whole()
+    while len(chosen) < at_least:
+        chosen[rng.choice(everything)] = None
+    return sorted(chosen, key=lambda c: (c.cp, str(c)))
+
+
+def document_ids(seq_len: int) -> Tensor:
+    lengths = torch.tensor([seq_len // 2 - 7, seq_len // 8, 19, seq_len])
+    return torch.repeat_interleave(torch.arange(4), lengths)[:seq_len]
+
+
+def block_sparse(seq_len: int) -> BlockMask:
+    """A random table of 128 x 64 blocks without a mask_mod."""
+    generator = torch.Generator().manual_seed(seq_len)
+    rows, columns = -(-seq_len // 128), -(-seq_len // 64)
+    table = torch.rand(1, HEADS, rows, columns, generator=generator) < 0.4
+    counts = table.sum(-1, dtype=torch.int32)
+    indices = torch.argsort(table.to(torch.uint8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(128, 64), seq_lengths=(seq_len, seq_len))
+
+
+def flexcp_mask(name: str, seq_len: int):
+    """(mask, keyword arguments of flexcp.plan)"""
+    if name == "causal":
+        return masks.causal(), {}
+    if name == "full":
+        return masks.full(), {}
+    if name == "window":
+        return masks.sliding_window(100), {}
+    if name == "document":
+        return masks.causal() & masks.document(document_ids(seq_len)), {}
+    if name == "prefix":
+        return masks.prefix_lm(70), {}
+    if name == "per_batch":
+        return (lambda b, h, q, kv: (q >= kv) & (q - kv < (b + 1) * 90)), {"batch": 2}
+    if name == "per_head":
+        return (lambda b, h, q, kv: (q >= kv) & (q - kv < (h + 1) * 64)), {"heads": HEADS}
+    if name == "block_sparse":
+        return block_sparse(seq_len), {}
+    if name == "dead_rows":
+        # Rows of the second third see nothing at all.
+        third = torch.tensor(seq_len // 3)
+        return (lambda b, h, q, kv: (q // third != 1) & (q >= kv)), {}
+    raise KeyError(name)
+
+
+def dense_mask(name: str, seq_len: int) -> Tensor:
+    """The same mask written out, [B or 1, H or 1, S, S]."""
+    q, kv = torch.arange(seq_len)[:, None], torch.arange(seq_len)
+    causal = q >= kv
+    if name == "causal":
+        return causal[None, None]
+    if name == "full":
+        return torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool)
+    if name == "window":
+        return (causal & (q - kv < 100))[None, None]
+    if name == "document":
+        ids = document_ids(seq_len)
+        return (causal & (ids[:, None] == ids))[None, None]
+    if name == "prefix":
+        return (causal | (kv < 70))[None, None]
+    if name == "per_batch":
+        return torch.stack([causal & (q - kv < (b + 1) * 90) for b in range(2)])[:, None]
+    if name == "per_head":
+        return torch.stack([causal & (q - kv < (h + 1) * 64) for h in range(HEADS)])[None]
+    if name == "block_sparse":
+        mask = block_sparse(seq_len)
+        dense = torch.zeros(1, HEADS, seq_len, seq_len, dtype=torch.bool)
+        for h, i in itertools.product(range(HEADS), range(mask.kv_indices.shape[2])):
+            for j in mask.kv_indices[0, h, i, : mask.kv_num_blocks[0, h, i]].tolist():
+                dense[0, h, i * 128 : (i + 1) * 128, j * 64 : (j + 1) * 64] = True
+        return dense
+    if name == "dead_rows":
+        return ((q // (seq_len // 3) != 1) & causal)[None, None]
+    raise KeyError(name)
+
+
+def score_mod(name: str, bias: Tensor):
+    if name == "none":
+        return None
+    if name == "distance":
+        return lambda s, b, h, q, kv: s - (q - kv).abs() * 0.05
+    if name == "bias":
+        return lambda s, b, h, q, kv: s + bias[(q - kv).abs()]
+    if name == "window_by_inf":
+        return lambda s, b, h, q, kv: torch.where((q - kv).abs() < 64, s, -float("inf"))
+    raise KeyError(name)
+
+
+def dense_score(name: str, seq_len: int):
+    q, kv = torch.arange(seq_len)[:, None], torch.arange(seq_len)
+    distance = (q - kv).abs()
+    return {
+        "none": None,
+        "distance": lambda s, bias: s - distance * 0.05,
+        "bias": lambda s, bias: s + bias[distance],
+        "window_by_inf": lambda s, bias: torch.where(distance < 64, s, -torch.inf),
+    }[name]
+
+
+def inputs(batch: int, groups: int, seq_len: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1000 * groups + seq_len)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return {
+        "q": normal(batch, HEADS, seq_len, DIM),
+        "k": normal(batch, groups, seq_len, DIM),
+        "v": normal(batch, groups, seq_len, DIM),
+        "bias": normal(seq_len),
+        "dout": normal(batch, HEADS, seq_len, DIM),
+        "dlse": normal(batch, HEADS, seq_len),
+    }
+
+
+@lru_cache(maxsize=2)
+def reference(mask: str, gqa: int, seq_len: int, score: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    x = {k: t.to(dtype) for k, t in inputs(_batch(mask), HEADS // gqa, seq_len).items()}
+    visible = dense_mask(mask, seq_len)
+    return oracle.results(x["q"], x["k"], x["v"], visible, dense_score(score, seq_len), x["bias"], x["dout"], x["dlse"])
+
+
+def _batch(mask: str) -> int:
+    return 2 if mask == "per_batch" else 1
+
+
+def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same, computed by flexcp on this rank's group and put together; on every rank."""
+    mask, more = flexcp_mask(case.mask, case.seq_len)
+    mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
+    plan = flexcp.plan(mask, case.seq_len, mesh, comm=case.comm, balance=case.balance, **more)
+    x = {k: t.to(dtype) for k, t in inputs(_batch(case.mask), HEADS // case.gqa, case.seq_len).items()}
+    q, k, v, dout, dlse = (plan.shard(x[name], dim=2) for name in ("q", "k", "v", "dout", "dlse"))
+    leaves = [t.requires_grad_() for t in (q, k, v, x["bias"])]
+    with flexcp.context_parallel(plan, captured_grads="sum"):
+        out, aux = flex_attention(
+            q,
+            k,
+            v,
+            score_mod=score_mod(case.score, x["bias"]),
+            block_mask=plan.block_mask,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+        loss = (out * dout).sum() + torch.where(aux.lse == -torch.inf, 0.0, aux.lse).mul(dlse).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    padded = ~plan.valid[0]
+    assert (out[:, :, padded] == 0).all(), "padded rows must give 0"
+    assert (aux.lse[:, :, padded] == -torch.inf).all(), "padded rows must give lse -inf"
+    dq, dk, dv = (plan.unshard(g, dim=2) for g in grads[:3])
+    dbias = torch.zeros_like(x["bias"]) if grads[3] is None else grads[3]
+    return {
+        "out": plan.unshard(out.detach(), dim=2),
+        "lse": plan.unshard(aux.lse.detach(), dim=2),
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "dbias": dbias,
+    }
+
+
+def check(case: Case) -> dict[str, float]:
+    """Compares flexcp with the oracle in float64 and float32, on rank 0; returns the errors of both."""
+    errors = {}
+    for dtype in (torch.float64, torch.float32):
+        got = flexcp_results(case, dtype)
+        if torch.distributed.get_rank() == 0:
+            want = reference(case.mask, case.gqa, case.seq_len, case.score, dtype)
+            for name, reference_value in want.items():
+                value = got[name].double()
+                dead = reference_value == -torch.inf
+                assert torch.equal(value == -torch.inf, dead), f"{name}: rows that see nothing differ"
+                gap = torch.where(dead, 0.0, value - reference_value).abs().max().item()
+                largest = torch.where(dead, 0.0, reference_value).abs().max().item()
+                bound = 1e-10 if dtype == torch.float64 else 1e-5 * max(largest, 1e-30)
+                assert gap <= bound or gap == 0.0, f"{name} in {dtype}: error {gap:.2e} > {bound:.2e}"
+                errors[f"{name} {dtype}"] = gap
+    return errors

@@ -1,0 +1,106 @@
+"""Processes that stand for the ranks of a group, started once per world size and reused by every test."""
+
+import importlib
+import multiprocessing as mp
+import socket
+import traceback
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """`size` gloo processes. `run` calls a module-level function on all of them and gathers what it returns."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """What function(*args) returned on each rank.
+
+        Raises:
+            RankError: some rank raised, or did not answer in time; the processes are then started afresh, since the
+                others may still wait for it.
+        """
+        outcomes = self.outcomes(function, *args, timeout_s=timeout_s)
+        failed = [(rank, text) for rank, (ok, text) in enumerate(outcomes) if not ok]
+        if failed:
+            raise RankError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed))
+        return [value for _, value in outcomes]
+
+    def outcomes(self, function: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> list[tuple[bool, Any]]:
+        """As `run`, but gives (True, value) or (False, traceback) of each rank."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        result = []
+        for pipe, process in zip(self.pipes, self.processes):
+            if pipe.poll(timeout_s if all(ok for ok, _ in result) else 5.0):
+                try:
+                    result.append(pipe.recv())
+                except EOFError:
+                    result.append((False, f"the process ended with exit code {process.exitcode}"))
+            else:
+                result.append((False, "no answer: the rank waits for another"))
+        if not all(ok for ok, _ in result):
+            self.close()
+            self._start()
+        return result
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+class RankError(AssertionError):
+    """A rank failed."""
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    import warnings
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
