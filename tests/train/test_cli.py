@@ -110,7 +110,8 @@ def test_the_config_is_printed_and_saved(runs: dict[str, Outcome], place: Path) 
 def test_the_checkouts_own_text_is_the_default(runs: dict[str, Outcome]) -> None:
     assert runs["root"].code == 0, runs["root"].err
     assert "# data: " in runs["root"].out
-    assert "step 1/1  loss 5.5" in runs["root"].out  # ln 256 = 5.545
+    loss = float(runs["root"].out.split("step 1/1  loss ")[1].split()[0])
+    assert 5 < loss < 6  # before the first step all bytes are about equally likely: ln 256 = 5.545
 
 
 @pytest.mark.parametrize(
