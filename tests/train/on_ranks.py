@@ -17,10 +17,6 @@ from flexcp.optim import sum_gradients
 from flexcp.train import forward_backward, make_plan, run
 from flexcp.usermask import load_mask
 
-# Dynamo, which flex_attention runs on every call, looks at q.grad of a q that is no leaf and hides the warning that
-# comes of it, but cannot hide it where warnings are errors.
-warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-
 TINY = Llama3Config(
     vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, head_dim=16, init_std=0.2
 )
@@ -28,6 +24,9 @@ TINY = Llama3Config(
 
 def mesh() -> DeviceMesh | None:
     """The group of these ranks; None in a process that has none."""
+    # Dynamo, which flex_attention runs on every call, looks at q.grad of a q that is no leaf and hides the warning that
+    # comes of it, but cannot hide it where warnings are errors.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if not dist.is_initialized():
         return None
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -100,7 +99,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if record["step"] == config.steps:
             finals.extend(float(p.detach().double().sum()) for p in model.parameters())
 
-    records = run(config, mesh() if config.cp > 1 else None, on_step=on_step)
+    group_mesh = mesh()
+    records = run(config, group_mesh if config.cp > 1 else None, on_step=on_step)
     return {"records": records, "weights": finals}
 
 
