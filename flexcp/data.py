@@ -20,6 +20,7 @@ from flexcp.errors import UserError
 
 IGNORE = -100  # the label that does not count, as in torch.nn.functional.cross_entropy
 # Folders inside a data folder that hold no text of its own: caches, environments, build products.
+_DRAWINGS = {".svg", ".eps", ".ps"}  # UTF-8, but coordinates; a row of them among prose is all that a short run shows
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv", "runs"}
 
 
@@ -61,7 +62,7 @@ def default_folder() -> Path:
 def read_corpus(path: str | None = None) -> Corpus:
     """The text files of a folder, or one text file; each file is a document.
 
-    In a folder, files that are binary, empty or unreadable are left out and counted; hidden folders,
+    In a folder, files that are binary, empty, unreadable or drawings are left out and counted; hidden folders,
     environments, caches and the folders of earlier runs (they hold a metrics.jsonl) are not entered. A file
     that is named itself must be UTF-8 text.
 
@@ -94,15 +95,24 @@ def _read_folder(root: Path) -> Corpus:
         except OSError:
             reason = "unreadable"
         else:
-            reason = "empty" if not content else "" if _not_text(content) is None else "binary"
-            if not reason:
-                documents.append(content)
-        if reason:
+            reason = _unusable(path, content)
+        if reason is None:
+            documents.append(content)
+        else:
             skipped[reason] = skipped.get(reason, 0) + 1
     if not documents:
         found = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "nothing"
         raise UserError(f"--data {root} has no text file ({found} found): name a folder with UTF-8 text in it")
     return Corpus(tuple(documents), skipped)
+
+
+def _unusable(path: Path, content: bytes) -> str | None:
+    """Why a file of a folder is no document, in a word; None where it is one."""
+    if not content:
+        return "empty"
+    if path.suffix.lower() in _DRAWINGS:
+        return "drawing"
+    return None if _not_text(content) is None else "binary"
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -51,6 +51,11 @@ def command(argv: list[str], cwd: Path, **env: str) -> Outcome:
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
 
+def limit_s() -> float:
+    """Half a minute for a wrong use, on a machine that has a core to spare for it."""
+    return 30 if os.getloadavg()[0] < 2 * (os.cpu_count() or 1) else 60
+
+
 def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -129,7 +134,7 @@ def test_wrong_uses_end_with_one_sentence(runs: dict[str, Outcome], name: str, w
     assert len(lines) == 1, outcome.err
     assert lines[0].startswith("flexcp.train: error")
     assert words in lines[0]
-    assert outcome.seconds < 30
+    assert outcome.seconds < limit_s()
 
 
 def test_torchrun_with_another_size_is_told_once(runs: dict[str, Outcome]) -> None:
@@ -138,7 +143,7 @@ def test_torchrun_with_another_size_is_told_once(runs: dict[str, Outcome]) -> No
     told = [line for line in outcome.err.splitlines() if line.startswith("flexcp.train: error")]
     assert len(told) == 1
     assert "--cp 3 does not divide the 2 ranks that were started: pass --cp 2, or start 3 ranks" in told[0]
-    assert outcome.seconds < 30
+    assert outcome.seconds < limit_s()
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_a_folder_gives_its_text_files_sorted(tmp_path: Path) -> None:
         "zeros.bin": b"a\0b",
         "latin.txt": b"\xff\xfe",
         "empty": b"",
+        "picture.svg": b"<svg/>",
         ".git/config": b"x",
         ".hidden/x": b"x",
         "__pycache__/x.pyc": b"x",
@@ -127,8 +128,8 @@ def test_a_folder_gives_its_text_files_sorted(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     corpus = read_corpus(str(tmp_path))
     assert corpus.documents == ("é".encode(), b"bee", b"sea")
-    assert corpus.skipped == {"empty": 1, "binary": 2}
-    assert str(corpus) == "3 documents, 8 bytes; left out: 1 empty, 2 binary"
+    assert corpus.skipped == {"empty": 1, "binary": 2, "drawing": 1}
+    assert str(corpus) == "3 documents, 8 bytes; left out: 1 empty, 2 binary, 1 drawing"
     assert corpus.digest() == read_corpus(str(tmp_path)).digest()
     (tmp_path / "b.txt").write_bytes(b"be")
     assert corpus.digest() != read_corpus(str(tmp_path)).digest()
