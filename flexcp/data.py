@@ -19,8 +19,9 @@ from torch import Tensor
 from flexcp.errors import UserError
 
 IGNORE = -100  # the label that does not count, as in torch.nn.functional.cross_entropy
+# UTF-8, but coordinates: a few rows of them among prose are all that the loss of a short run shows.
+_DRAWINGS = {".svg", ".eps", ".ps"}
 # Folders inside a data folder that hold no text of its own: caches, environments, build products.
-_DRAWINGS = {".svg", ".eps", ".ps"}  # UTF-8, but coordinates; a row of them among prose is all that a short run shows
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv", "runs"}
 
 
