@@ -28,10 +28,10 @@ def forward(
     """
     out = lse = None
     for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
-        if stage.block_mask is None:
-            continue
-        partial = kernel.forward(q, k_stage, v_stage, stage, score, scale)
-        out, lse = partial if out is None or lse is None else merge(out, lse, *partial)
+        if stage.block_mask is not None:
+            partial = kernel.forward(q, k_stage, v_stage, stage, score, scale)
+            out, lse = partial if out is None or lse is None else merge(out, lse, *partial)
+        del k_stage, v_stage
     if out is None or lse is None:
         dtype = kernel.accumulation_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
@@ -76,12 +76,16 @@ def backward(
             dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
             dkv = dk_stage, dv_stage
         keys.send_home(stage, dkv)
+        del k_stage, v_stage
     dk, dv = keys.collect()
     return dq, dk, dv, dbuffers
 
 
 def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[tuple[Stage, Tensor, Tensor]]:
-    """Each stage with its keys and values; those of the next are on their way while the caller computes."""
+    """Each stage with its keys and values; those of the next are on their way while the caller computes.
+
+    The caller drops its references before it asks for the next stage, or three shards would be alive at once.
+    """
     if link.size == 1:
         yield schedule.stages[0], k, v
     elif schedule.comm == "gather":
@@ -89,24 +93,18 @@ def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[
         yield schedule.stages[0], *(_side_by_side(x) for x in shards)
     else:
         own = _pack(k, v)
-        for stage, received in _ring(schedule, own, link):
-            if received is not None:
-                yield stage, *_unpack(received, k, v)
-            else:
-                yield stage, k, v
 
+        def start(stage: Stage) -> Pending:
+            return link.shift(own, stage.send_to, own, stage.receive_from)
 
-def _ring(schedule: Schedule, own: Tensor, link: Link) -> Iterator[tuple[Stage, Tensor | None]]:
-    def start(stage: Stage) -> Pending:
-        return link.shift(own, stage.send_to, own, stage.receive_from)
-
-    pending = start(schedule.stages[0])
-    for stage, following in zip(schedule.stages, (*schedule.stages[1:], None)):
-        received = pending.wait()
-        if following is not None:
-            pending = start(following)
-        yield stage, received
-        del received  # or it would live on while the buffer after the next arrives
+        pending = start(schedule.stages[0])
+        for stage, following in zip(schedule.stages, (*schedule.stages[1:], None)):
+            received = pending.wait()
+            if following is not None:
+                pending = start(following)
+            arrived = (k, v) if received is None else _unpack(received, k, v)
+            yield stage, *arrived
+            del received, arrived
 
 
 class _KeyGradients:

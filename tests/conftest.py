@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: scripts/test --all runs it"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_structured_trace() -> None:
+    """Dynamo describes every call of flex_attention to this logger, and pytest would format and keep all of it."""
+    logging.getLogger("torch.__trace").handlers.clear()
+    logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(scope="session")

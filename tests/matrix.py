@@ -242,18 +242,20 @@ def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def check(case: Case) -> dict[str, float]:
     """Compares flexcp with the oracle in float64 and float32, on rank 0; returns the errors of both."""
+    # Computed before anything is compared: a rank that fails must not leave the others waiting.
+    both = {dtype: flexcp_results(case, dtype) for dtype in (torch.float64, torch.float32)}
     errors = {}
-    for dtype in (torch.float64, torch.float32):
-        got = flexcp_results(case, dtype)
-        if torch.distributed.get_rank() == 0:
-            want = reference(case.mask, case.gqa, case.seq_len, case.score, dtype)
-            for name, reference_value in want.items():
-                value = got[name].double()
-                dead = reference_value == -torch.inf
-                assert torch.equal(value == -torch.inf, dead), f"{name}: rows that see nothing differ"
-                gap = torch.where(dead, 0.0, value - reference_value).abs().max().item()
-                largest = torch.where(dead, 0.0, reference_value).abs().max().item()
-                bound = 1e-10 if dtype == torch.float64 else 1e-5 * max(largest, 1e-30)
-                assert gap <= bound or gap == 0.0, f"{name} in {dtype}: error {gap:.2e} > {bound:.2e}"
-                errors[f"{name} {dtype}"] = gap
+    if torch.distributed.get_rank() != 0:
+        return errors
+    for dtype, got in both.items():
+        want = reference(case.mask, case.gqa, case.seq_len, case.score, dtype)
+        for name, reference_value in want.items():
+            value = got[name].double()
+            dead = reference_value == -torch.inf
+            assert torch.equal(value == -torch.inf, dead), f"{name}: rows that see nothing differ"
+            gap = torch.where(dead, 0.0, value - reference_value).abs().max().item()
+            largest = torch.where(dead, 0.0, reference_value).abs().max().item()
+            bound = 1e-10 if dtype == torch.float64 else 1e-5 * max(largest, 1e-30)
+            assert gap <= bound or gap == 0.0, f"{name} in {dtype}: error {gap:.2e} > {bound:.2e}"
+            errors[f"{name} {dtype}"] = gap
     return errors

@@ -3,10 +3,12 @@
 import importlib
 import multiprocessing as mp
 import socket
+import time
 import traceback
+from multiprocessing.connection import wait
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 
 
 def free_port() -> int:
@@ -50,15 +52,20 @@ class Ranks:
         """As `run`, but gives (True, value) or (False, traceback) of each rank."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args))
-        result = []
-        for pipe, process in zip(self.pipes, self.processes):
-            if pipe.poll(timeout_s if all(ok for ok, _ in result) else 5.0):
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
+            waiting = {self.pipes[rank]: rank for rank in range(self.size) if rank not in answers}
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting[pipe]
                 try:
-                    result.append(pipe.recv())
+                    answers[rank] = pipe.recv()
                 except EOFError:
-                    result.append((False, f"the process ended with exit code {process.exitcode}"))
-            else:
-                result.append((False, "no answer: the rank waits for another"))
+                    answers[rank] = (False, f"the process ended with exit code {self.processes[rank].exitcode}")
+                if not answers[rank][0]:  # the others may wait for it in vain
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        silent = (False, "no answer: the rank waits for another")
+        result = [answers.get(rank, silent) for rank in range(self.size)]
         if not all(ok for ok, _ in result):
             self.close()
             self._start()
@@ -83,6 +90,9 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch.distributed as dist
 
     warnings.simplefilter("error")
+    # As in pyproject, which says why.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -86,15 +86,15 @@ def test_compiled_region_never_computes_local_attention(backend: str, inside: bo
     torch._dynamo.reset()
     attend = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=plan.block_mask) * 2, backend=backend)
     if not inside:
-        with pytest.raises(Exception, match="only_inside_context|outside its context"):
+        with pytest.raises(Exception, match=r"only_inside_context|outside its context"):
+            attend(q, k, v)
+        return
+    if backend == "inductor":
+        with flexcp.context_parallel(plan), pytest.raises(Exception, match=r"only_inside_context|outside its context"):
             attend(q, k, v)
         return
     with flexcp.context_parallel(plan):
-        try:
-            out = attend(q, k, v)
-        except Exception as error:
-            assert "only_inside_context" in str(error) or OUTSIDE in str(error)
-            return
+        out = attend(q, k, v)
     i = torch.arange(S)
     want, _ = oracle.attention(q.double(), k.double(), v.double(), i[:, None] >= i)
     assert (out.double() - 2 * want).abs().max() < 1e-5
@@ -187,9 +187,8 @@ def test_torchs_refusal_stands_after_contexts_threads_and_exceptions() -> None:
     # A context is active on another thread: this one is still refused.
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
         flex_attention(*qkv())
-    with pytest.raises(KeyError), flexcp.context_parallel(plan), flexcp.context_parallel(plan):
-        flex_attention(*qkv(), block_mask=plan.block_mask)
-        raise KeyError
+    with pytest.raises(ValueError), flexcp.context_parallel(plan), flexcp.context_parallel(plan):
+        flex_attention(*qkv(512), block_mask=plan.block_mask)
     finish.set()
     thread.join()
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
@@ -202,9 +201,10 @@ def test_torchs_refusal_stands_after_contexts_threads_and_exceptions() -> None:
 def test_double_backward_is_refused() -> None:
     plan = make_plan()
     x = qkv()
-    with flexcp.context_parallel(plan), pytest.raises(NotImplementedError, match="differentiated twice"):
-        out = flex_attention(*x, block_mask=plan.block_mask)
-        torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with flexcp.context_parallel(plan):
+        loss = flex_attention(*x, block_mask=plan.block_mask).square().sum()
+        with pytest.raises(NotImplementedError, match="differentiated twice"):
+            torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
