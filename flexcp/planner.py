@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
+from flexcp.blockmask import EMPTY, BlockSource, MaskMod, local_block_mask
 from flexcp.layout import Layout
 
 COMMS = ("gather", "ring")
+
+# Blocks classed at once where only sums over them are wanted.
+_BOXES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def row_work(source: BlockSource, q_start: Tensor, kv_start: Tensor) -> Tensor:
 
     Partial and full blocks count alike, as the kernel computes both whole.
     """
-    seen = (source.classes(q_start, kv_start) != 0).sum(dim=(0, 1, 3))
-    return seen * (source.block_size[0] * source.block_size[1])
+    rows_at_once = max(1, _BOXES_AT_ONCE // (source.batch * source.heads * kv_start.numel()))
+    seen = [(source.classes(rows, kv_start) != EMPTY).sum(dim=(0, 1, 3)) for rows in q_start.split(rows_at_once)]
+    return torch.cat(seen) * (source.block_size[0] * source.block_size[1])
 
 
 def build_schedule(
