@@ -1,0 +1,59 @@
+"""What goes over the wire, counted in the communication layer."""
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
+
+import flexcp
+from flexcp import masks
+
+S, HEADS, GROUPS, D = 1024, 4, 2, 16
+SHARD_BYTES = GROUPS * (S // 4) * 2 * D * 4  # keys and values of a rank, fp32, cp 4
+
+
+def traffic(mask_name: str, comm: str, balance: str, backward: bool) -> dict[str, int]:
+    mask = {"full": masks.full(), "causal": masks.causal(), "window": masks.sliding_window(100)}[mask_name]
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    plan = flexcp.plan(mask, S, mesh, comm=comm, balance=balance)
+    q, k, v = (torch.randn(1, h, plan.local_len, D, requires_grad=True) for h in (HEADS, GROUPS, GROUPS))
+    with flexcp.context_parallel(plan):
+        out = flex_attention(q, k, v, block_mask=plan.block_mask, enable_gqa=True)
+        if backward:
+            plan.link.counters.clear()
+            out.sum().backward()
+    c = plan.link.counters
+    return {name: getattr(c, name) for name in ("p2p_messages", "p2p_bytes", "collective_calls", "peak_shards")}
+
+
+def test_ring_sends_point_to_point_only_and_holds_two_shards(ranks) -> None:
+    for counted in ranks(4).run(traffic, "full", "ring", "contiguous", False):
+        assert counted == {
+            "p2p_messages": 3,
+            "p2p_bytes": 3 * SHARD_BYTES,
+            "collective_calls": 0,
+            "peak_shards": 2,
+        }
+
+
+def test_ring_sends_nothing_in_empty_steps(ranks) -> None:
+    # Contiguous and causal: rank r is read by the ranks after it only.
+    messages = [c["p2p_messages"] for c in ranks(4).run(traffic, "causal", "ring", "contiguous", False)]
+    assert messages == [3, 2, 1, 0]
+    # A window shorter than a shard: by its one neighbour.
+    messages = [c["p2p_messages"] for c in ranks(4).run(traffic, "window", "ring", "contiguous", False)]
+    assert messages == [1, 1, 1, 0]
+
+
+def test_ring_backward_sends_keys_again_and_their_gradients_back(ranks) -> None:
+    counted = ranks(4).run(traffic, "causal", "ring", "contiguous", True)
+    # Rank r sends its keys to 3 - r readers and a gradient to each of the r ranks that it reads.
+    assert [c["p2p_messages"] for c in counted] == [3, 3, 3, 3]
+    assert [c["p2p_bytes"] for c in counted] == [3 * SHARD_BYTES] * 4
+    assert all(c["collective_calls"] == 0 for c in counted)
+
+
+def test_gather_is_one_collective_each_way(ranks) -> None:
+    for backward in (False, True):
+        for counted in ranks(4).run(traffic, "causal", "gather", "head_tail", backward):
+            assert counted["p2p_messages"] == 0
+            assert counted["collective_calls"] == (2 if backward else 1)
