@@ -328,10 +328,17 @@ def _scatter(num_blocks: Tensor, indices: Tensor) -> Tensor:
 
 
 def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense bool table to (counts int32 [.., rows], indices int32 [.., rows, columns]), indices ascending."""
+    """A dense bool table to (counts int32 [.., rows], indices int32 [.., rows, columns]), indices ascending.
+
+    Indices are as wide as the table, as the kernels need, but only the listed ones are ever touched.
+    """
     counts = dense.sum(-1, dtype=torch.int32)
-    indices = torch.argsort(dense.to(torch.uint8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts.contiguous(), indices.contiguous()
+    indices = torch.zeros(dense.shape, dtype=torch.int32, device=dense.device)
+    rows, columns = dense.flatten(0, -2).nonzero(as_tuple=True)
+    per_row = counts.flatten().long()
+    slots = torch.arange(rows.numel(), device=dense.device) - (per_row.cumsum(0) - per_row)[rows]
+    indices.view(-1, dense.shape[-1])[rows, slots] = columns.to(torch.int32)
+    return counts, indices
 
 
 def local_block_mask(source: BlockSource, classes: Tensor, q_start: Tensor, kv_start: Tensor) -> BlockMask:
