@@ -1,7 +1,9 @@
 """Who may import whom, who may use torch's private names, and how long a file may be: read from the source."""
 
 import ast
+import fnmatch
 import functools
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -225,3 +227,20 @@ def test_no_file_is_too_long() -> None:
         if path.is_file() and (path.suffix == ".py" or (folder == "scripts" and not path.suffix))
     }
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_no_test_is_skipped_by_the_name_of_its_folder(pytestconfig: pytest.Config) -> None:
+    """pytest by default does not look into `dist` and `build`, and says nothing."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = [path.name for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    assert "dist" in folders
+    assert not [name for name in folders for pattern in patterns if fnmatch.fnmatch(name, pattern)]
+
+
+def test_git_ignores_no_source() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    folders = ["flexcp", "masks", "models", "tests", "scripts", "docs"]
+    listing = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", *folders]
+    found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not [name for name in found if "__pycache__" not in name]
