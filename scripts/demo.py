@@ -63,8 +63,8 @@ def verdict(losses: dict[str, list[float]]) -> tuple[bool, str]:
     return agree and fall, (
         f"{'Agrees' if agree else 'DOES NOT AGREE'}: every loss is within {worst:.1e} of cp 1, relative "
         f"(limit {TOLERANCE:.0e}).\n"
-        f"{'Falls' if fall else 'DOES NOT FALL'}: at cp 1 the mean loss is {early[0]:.3f} in the first five steps, "
-        f"{late[0]:.3f} in the last five."
+        f"{'Falls' if fall else 'DOES NOT FALL'}: mean loss at cp 1, first five steps {early[0]:.3f}, "
+        f"last five {late[0]:.3f}."
     )
 
 
