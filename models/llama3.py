@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flexcp.models.configs import Llama3Config, get_config
+from flexcp.models.rope import apply_rope, rope_table
 
 _BLOCK = 128
 
@@ -69,27 +70,6 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
-
-
-def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary phases, [B, 1, S, D] in `dtype`.
-
-    The phase position * theta^(-2i/D) is taken in float64: at a million tokens an fp32 phase is off by 0.04,
-    and a bf16 one aliases whole positions. Only cos and sin, which lie in [-1, 1], are rounded to `dtype`.
-
-    Args:
-        positions: [B or 1, S] int64, the place of each token in its document or sequence.
-    """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    phase_BSd = positions[..., None].to(torch.float64) * theta**-exponent
-    phase_B1SD = torch.cat([phase_BSd, phase_BSd], dim=-1)[:, None]
-    return phase_B1SD.cos().to(dtype), phase_B1SD.sin().to(dtype)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_i, x_{i + D/2}) of x [B, H, S, D] by the phases of `rope_table`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -206,7 +186,10 @@ class Llama3(nn.Module):
             block_mask = causal_block_mask(tokens.shape[1], tokens.device)
 
         x_BSC = self.embed(tokens)
-        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta, x_BSC.dtype)
+        shape = self.config
+        cos, sin = rope_table(
+            positions, shape.head_dim, shape.rope_theta, x_BSC.dtype, shape.rope_scaling, shape.rope_precision
+        )
         for layer in self.layers:
             x_BSC = layer(x_BSC, cos, sin, block_mask, score_mod)
         x_BSC = self.norm(x_BSC)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flexcp.models import CONFIGS, Llama3, Llama3Config, build, from_hf, get_config, to_hf
-from flexcp.models.llama3 import RMSNorm, causal_block_mask, rope_table
+from flexcp.models.llama3 import RMSNorm, causal_block_mask
+from flexcp.models.rope import rope_table
 
 TINY = Llama3Config(vocab_size=50, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, head_dim=16)
 
@@ -202,5 +203,5 @@ def test_wrong_inputs_are_told() -> None:
         model(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="did you mean llama3-debug"):
         build("llama3-debgu", seed=0)
-    with pytest.raises(ValueError, match=r"known are llama3-debug, llama3-8b"):
+    with pytest.raises(ValueError, match=r"known are llama3-debug, llama3-8b, llama3-70b"):
         build("gpt", seed=0)
