@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from flexcp.dispatch import Token
 from flexcp.errors import unknown
 from flexcp.layout import Layout
 from flexcp.planner import Schedule
+from flexcp.table import Table, num_blocks, rows_of, table_of
 
 Mask = BlockMask | MaskMod
 
@@ -47,7 +49,7 @@ def plan(
         batch, heads: how many batch rows and query heads a plain mask_mod distinguishes; None: it reads neither.
         block_size: tokens, or (queries, keys); None: the BlockMask's own, else 128.
         balance: "contiguous", "head_tail", or "auto": the one whose busiest rank has the least work.
-        comm: "gather", "ring", or "auto": gather.
+        comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": gather.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
         ValueError, TypeError: one sentence that says what was given, what is needed and what to do.
@@ -71,13 +73,13 @@ def plan(
     sizes = {source.block_size for source in sources.values()}
     if len(sizes) > 1:
         raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
-    helpers = _Shared(tuple(sources.values()), link, size, device)
-    layout = balancing.choose_layout(balance, seq_len, size, sizes.pop(), helpers.row_work)
+    shared = _Shared(link, size, device)
+    layout = balancing.choose_layout(
+        balance, seq_len, size, sizes.pop(), lambda: [shared.table(source) for source in sources.values()]
+    )
     comm = "gather" if comm == "auto" else comm
     schedules = {
-        name: planner.build_schedule(
-            source, layout, rank, comm, lambda source=source: helpers.needs(source, layout, rank), device
-        )
+        name: planner.build_schedule(source, layout, rank, comm, lambda source=source: shared.table(source), device)
         for name, source in sources.items()
     }
     return Plan(layout, rank, comm, schedules, link, device)
@@ -89,29 +91,30 @@ _ONLY = "mask"
 class _Shared:
     """What ranks must agree on: every rank derives it alone, or each does its share and they exchange it."""
 
-    def __init__(self, sources: tuple[BlockSource, ...], link: Link | None, size: int, device: torch.device) -> None:
-        self.sources, self.size, self.device = sources, size, device
-        self.link = link if size > 1 else None
+    def __init__(self, link: Link | None, size: int, device: torch.device) -> None:
+        self.link, self.size, self.device = link if size > 1 else None, size, device
+        self._tables: dict[int, Table] = {}
 
-    def row_work(self, starts: Tensor) -> Tensor:
-        return torch.stack([self._row_work(source, starts) for source in self.sources]).sum(0)
+    def table(self, source: BlockSource) -> Table:
+        if id(source) not in self._tables:
+            self._tables[id(source)] = self._table(source)
+        return self._tables[id(source)]
 
-    def _row_work(self, source: BlockSource, starts: Tensor) -> Tensor:
-        columns = torch.arange(0, source.seq_len, source.block_size[1], device=self.device)
-        starts = starts.to(self.device)
+    def _table(self, source: BlockSource) -> Table:
         if self.link is None or not source.needs_pairs:
-            return planner.row_work(source, starts, columns)
-        share = -(-starts.numel() // self.size)
-        work = starts.new_zeros(share)
-        mine = starts[self.link.rank * share :][:share]
-        work[: mine.numel()] = planner.row_work(source, mine, columns)
-        return self.link.all_gather(work).flatten()[: starts.numel()]
-
-    def needs(self, source: BlockSource, layout: Layout, rank: int) -> Tensor:
-        if self.link is not None and source.needs_pairs:
-            mine = planner.needs(source, layout, rank, self.device)
-            return self.link.all_gather(mine.to(self.device, torch.uint8)).bool().cpu()
-        return torch.stack([planner.needs(source, layout, other, self.device) for other in range(self.size)])
+            return table_of(source, self.device)
+        rows, num_keys = num_blocks(source)
+        share = -(-rows // self.size)
+        first = min(self.link.rank * share, rows)
+        counts, bits = rows_of(source, first, min(first + share, rows), self.device)
+        # One message: each row's count and its bits.
+        mine = np.zeros((share, 8 + source.heads * bits.shape[2]), dtype=np.uint8)
+        mine[: len(counts), :8] = counts[:, None].view(np.uint8)
+        mine[: len(counts), 8:] = bits.swapaxes(0, 1).reshape(len(counts), mine.shape[1] - 8)
+        every = self.link.all_gather(torch.from_numpy(mine).to(self.device)).cpu().flatten(0, 1)[:rows].numpy()
+        counts = np.ascontiguousarray(every[:, :8]).view(np.int64)[:, 0]
+        bits = every[:, 8:].reshape(rows, source.heads, -1).swapaxes(0, 1)
+        return Table(source.block_size, num_keys, counts, bits)
 
 
 class Plan:
@@ -120,7 +123,7 @@ class Plan:
     Attributes:
         layout: which rank owns which chunk.
         rank, cp_size: this rank's number in the group and the group's size.
-        comm: "gather" or "ring".
+        comm: "gather", "ring" or "exchange".
         seq_len: S, real tokens; local_len: L, rows of this rank, padding included.
         schedules: by the mask's name ("mask" where there is only one).
         link: the connection to the group, with counters of what was sent.
@@ -184,11 +187,7 @@ class Plan:
         layout, rank, comm, device = self.layout, self.rank, self.comm, self.device
         some = next(iter(self.schedules.values())).source
         source = Everything(self.seq_len, some.block_size)
-
-        def need() -> Tensor:
-            return torch.stack([planner.needs(source, layout, other, device) for other in range(layout.cp_size)])
-
-        schedule = planner.build_schedule(source, layout, rank, comm, need, device)
+        schedule = planner.build_schedule(source, layout, rank, comm, lambda: table_of(source, device), device)
         return Token(self, schedule, device)
 
     def shard(self, x: Tensor, dim: int = 1, pad: float | int | bool | None = None) -> Tensor:

@@ -91,6 +91,9 @@ def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[
     elif schedule.comm == "gather":
         shards = _unpack(link.all_gather(_pack(k, v)), k, v)
         yield schedule.stages[0], *(_side_by_side(x) for x in shards)
+    elif schedule.comm == "exchange":
+        (stage,) = schedule.stages
+        yield stage, *_fetch(stage, k, v, link)
     else:
         own = _pack(k, v)
 
@@ -111,7 +114,7 @@ class _KeyGradients:
     """Brings the gradient of keys and values home to the rank that owns them, and adds them up there."""
 
     def __init__(self, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype, link: Link) -> None:
-        self.gather = schedule.comm == "gather"
+        self.comm = schedule.comm
         self.link = link
         self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         self.pending: Pending | None = None
@@ -119,11 +122,14 @@ class _KeyGradients:
     def send_home(self, stage: Stage, dkv: tuple[Tensor, Tensor] | None) -> None:
         """Hands over one stage's gradients, by kernel layout of that stage; None where it computed nothing."""
         self._settle()
-        if self.link.size == 1 or (not self.gather and stage.sources == (self.link.rank,)):
+        if self.link.size == 1 or (self.comm == "ring" and stage.sources == (self.link.rank,)):
             if dkv is not None:
                 self.dk += dkv[0]
                 self.dv += dkv[1]
-        elif self.gather:
+        elif self.comm == "exchange":
+            assert dkv is not None
+            self.dk, self.dv = _bring_home(stage, *dkv, self.dk, self.link)
+        elif self.comm == "gather":
             assert dkv is not None
             shards = (_one_by_one(x, self.link.size) for x in dkv)
             mine = self.link.reduce_scatter(torch.stack([_pack(*pair) for pair in zip(*shards)]))
@@ -145,6 +151,57 @@ class _KeyGradients:
             dk, dv = _unpack(received, self.dk, self.dv)
             self.dk += dk
             self.dv += dv
+
+
+def _fetch(stage: Stage, k: Tensor, v: Tensor, link: Link) -> tuple[Tensor, Tensor]:
+    """Keys and values of the stage's blocks: this rank's own, and those that others send: [B, G, N, D]."""
+    exchange = stage.exchange
+    assert exchange is not None
+    batch, groups, length, dim = k.shape
+    routes = exchange.routes(groups, k.device)
+    own = _rows(torch.cat([k, v], dim=-1), exchange.block_size)
+    blocks = length // exchange.block_size
+    buffer = own.new_zeros(groups, exchange.slots, own.shape[1])
+    buffer[:, :blocks] = own.unflatten(0, (groups, blocks))
+    if not exchange.silent:
+        received = link.all_to_all(own[routes.send_rows], routes.send_counts, routes.receive_counts)
+        buffer.flatten(0, 1)[routes.receive_rows] = received
+    k_stage, v_stage = _unrows(buffer, batch, exchange.block_size).split([dim, v.shape[3]], dim=-1)
+    return k_stage, v_stage
+
+
+def _bring_home(stage: Stage, dk: Tensor, dv: Tensor, like: Tensor, link: Link) -> tuple[Tensor, Tensor]:
+    """The adjoint of `_fetch`: every rank's gradients of this rank's rows, added in rank order."""
+    exchange = stage.exchange
+    assert exchange is not None
+    batch, groups, length, dim = like.shape
+    routes = exchange.routes(groups, dk.device)
+    blocks = length // exchange.block_size
+    rows = _rows(torch.cat([dk, dv], dim=-1), exchange.block_size)
+    own = rows.unflatten(0, (groups, exchange.slots))[:, :blocks].flatten(0, 1)
+    total = torch.zeros_like(own)
+    parts, targets = (), ()
+    if not exchange.silent:
+        received = link.all_to_all(rows[routes.receive_rows], routes.receive_counts, routes.send_counts)
+        parts, targets = received.split(routes.send_counts), routes.send_rows.split(routes.send_counts)
+    for rank in range(link.size):
+        if rank == link.rank:
+            total += own
+        elif parts and parts[rank].shape[0]:
+            # A row occurs once in what one rank sends, so the order of additions is that of the ranks.
+            total[targets[rank]] += parts[rank]
+    dkv = _unrows(total.unflatten(0, (groups, blocks)), batch, exchange.block_size)
+    return dkv[..., :dim].contiguous(), dkv[..., dim:].contiguous()
+
+
+def _rows(x: Tensor, block_size: int) -> Tensor:
+    """[B, G, L, D] -> [G * L / block_size, B * block_size * D], a row for each block of a head."""
+    return x.unflatten(2, (-1, block_size)).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+
+
+def _unrows(rows: Tensor, batch: int, block_size: int) -> Tensor:
+    """The inverse of `_rows` on [G, L / block_size, B * block_size * D]."""
+    return rows.unflatten(2, (batch, block_size, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from flexcp.layout import LAYOUTS, Layout
+from flexcp.table import Table, rank_rows
 
 BALANCES = ("auto", *LAYOUTS)
 
@@ -16,14 +16,13 @@ def choose_layout(
     seq_len: int,
     cp_size: int,
     block_size: tuple[int, int],
-    row_work: Callable[[Tensor], Tensor],
+    tables: Callable[[], list[Table]],
 ) -> Layout:
     """The named layout, or for "auto" the one whose busiest rank has the least work.
 
     Args:
         balance: one of BALANCES.
-        row_work: global starts of query blocks [n] int64 -> their work [n]; asked only by "auto", and every rank must
-            get the same answer.
+        tables: what each mask lets every query block see; asked only by "auto", and every rank must get the same.
     Returns:
         for "auto", of two equal ones the first of LAYOUTS: contiguous, which moves fewer keys.
     """
@@ -33,14 +32,11 @@ def choose_layout(
     layouts = [make(seq_len, cp_size, align) for make in LAYOUTS.values()]
     if cp_size == 1:
         return layouts[0]
-    starts = torch.arange(0, seq_len, block_size[0])
-    work = row_work(starts)
-    return min(layouts, key=lambda layout: int(rank_work(layout, work, block_size[0]).max()))
+    seen = tables()
+    return min(layouts, key=lambda layout: int(np.sum([rank_work(layout, table) for table in seen], axis=0).max()))
 
 
-def rank_work(layout: Layout, work: Tensor, q_block_size: int) -> Tensor:
-    """Work of each rank: [cp_size], from the work of each query block of the unpadded sequence [n]."""
-    padded = torch.zeros(layout.padded_len // q_block_size, dtype=work.dtype)
-    padded[: work.numel()] = work.cpu()
-    blocks = [layout.starts(rank, q_block_size) // q_block_size for rank in range(layout.cp_size)]
-    return torch.stack([padded[mine].sum() for mine in blocks])
+def rank_work(layout: Layout, table: Table) -> np.ndarray:
+    """Pairs in the non-empty blocks of each rank: int64 [cp_size]."""
+    work = table.work()
+    return np.array([work[rows].sum() for rows in rank_rows(table, layout)])

@@ -1,6 +1,7 @@
 """The only place with collectives: what moves between the ranks of the `cp` group, counted."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,27 @@ class Link:
         for part in parts[1:]:
             total += part
         return total
+
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Rows for every rank out, rows from every rank in, both in rank order; not for a rank that is alone.
+
+        Args:
+            rows: [sum(send_counts), n], contiguous.
+        Returns:
+            [sum(receive_counts), n]
+        """
+        received = rows.new_empty(sum(receive_counts), rows.shape[1])
+        self.counters._arrive(received)
+        # As bytes, since gloo does not know every dtype.
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            rows.contiguous().view(torch.uint8),
+            list(receive_counts),
+            list(send_counts),
+            group=self.group,
+        )
+        self._count_collective(rows.numel() * rows.element_size())
+        return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, in x's dtype, added in rank order."""

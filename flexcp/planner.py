@@ -1,23 +1,24 @@
 """What each rank computes and receives when: from a layout and a mask to a schedule of stages. No collectives.
 
 One executor walks many schedules. A *stage* is one call of the kernel: this rank's queries against the keys and values
-of some ranks. `gather` is a single stage over everybody's; `ring` is one stage per rank.
+of some ranks. `gather` is a single stage over everybody's; `ring` is one stage per rank; `exchange` is a single stage
+over the blocks that its queries see.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import EMPTY, BlockSource, MaskMod, local_block_mask
+from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
+from flexcp.exchange import Exchange, plan_exchange
 from flexcp.layout import Layout
+from flexcp.table import Table, owned_blocks, rank_needs
 
-COMMS = ("gather", "ring")
-
-# Blocks classed at once where only sums over them are wanted.
-_BOXES_AT_ONCE = 1 << 22
+COMMS = ("gather", "ring", "exchange")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Stage:
         q_start, kv_start: int64, global index of the first row of each local query block and of each key block.
         mask_mod: the mask in global indices, False for padding.
         seq_len: S; rows at or past it are padding.
+        exchange: the blocks that travel, where only needed ones do; sources is then empty.
     """
 
     sources: tuple[int, ...]
@@ -42,6 +44,7 @@ class Stage:
     kv_start: Tensor
     mask_mod: MaskMod
     seq_len: int
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Schedule:
     """One mask on one layout over one kind of communication, as one rank sees it.
 
     Attributes:
-        comm: "gather" or "ring".
+        comm: one of COMMS.
         stages: in order of execution.
         source: the mask that they were made from.
     """
@@ -61,49 +64,32 @@ class Schedule:
     stages: tuple[Stage, ...]
 
 
-def rank_classes(source: BlockSource, layout: Layout, rank: int, columns_of: int, device: torch.device) -> Tensor:
-    """Classes of one rank's query blocks against another's key blocks: uint8 [batch, heads, nq, nk]."""
-    q_start = layout.starts(rank, source.block_size[0]).to(device)
-    kv_start = layout.starts(columns_of, source.block_size[1]).to(device)
-    return source.classes(q_start, kv_start)
-
-
-def needs(source: BlockSource, layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Which ranks' keys one rank's queries see at all: bool [cp_size]."""
-    return torch.stack(
-        [rank_classes(source, layout, rank, other, device).any() for other in range(layout.cp_size)]
-    ).cpu()
-
-
-def row_work(source: BlockSource, q_start: Tensor, kv_start: Tensor) -> Tensor:
-    """Visible work of each query block: [nq] int64, pairs of the non-empty blocks, summed over batch and heads.
-
-    Partial and full blocks count alike, as the kernel computes both whole.
-    """
-    rows_at_once = max(1, _BOXES_AT_ONCE // (source.batch * source.heads * kv_start.numel()))
-    seen = [(source.classes(rows, kv_start) != EMPTY).sum(dim=(0, 1, 3)) for rows in q_start.split(rows_at_once)]
-    return torch.cat(seen) * (source.block_size[0] * source.block_size[1])
-
-
 def build_schedule(
     source: BlockSource,
     layout: Layout,
     rank: int,
     comm: str,
-    need: Callable[[], Tensor],
+    table: Callable[[], Table],
     device: torch.device,
 ) -> Schedule:
     """The stages of one rank.
 
     Args:
-        need: gives the bool [cp_size, cp_size] table whose entry [i, j] says that rank i's queries see rank j's keys;
-            only `ring` asks for it. Every rank must get the same table.
+        table: gives what each query block of the sequence sees; `gather` does not ask. Every rank must get the same.
     """
-    if comm == "gather":
+    if comm == "gather" or layout.cp_size == 1:
         stages = _gather_stages(source, layout, rank, device)
+    elif comm == "ring":
+        stages = _ring_stages(source, layout, rank, sees(table(), layout), device)
     else:
-        stages = _ring_stages(source, layout, rank, need(), device)
+        stages = _exchange_stages(source, layout, rank, table(), device)
     return Schedule(layout, rank, comm, source, stages)
+
+
+def sees(table: Table, layout: Layout) -> np.ndarray:
+    """Which ranks' keys each rank's queries see at all: bool [reader, owner]."""
+    owned = owned_blocks(layout, table.block_size[1])
+    return np.logical_or.reduce(rank_needs(table, layout)[:, :, owned], axis=(0, 3))
 
 
 def _gather_stages(source: BlockSource, layout: Layout, rank: int, device: torch.device) -> tuple[Stage, ...]:
@@ -112,7 +98,7 @@ def _gather_stages(source: BlockSource, layout: Layout, rank: int, device: torch
 
 
 def _ring_stages(
-    source: BlockSource, layout: Layout, rank: int, need: Tensor, device: torch.device
+    source: BlockSource, layout: Layout, rank: int, need: np.ndarray, device: torch.device
 ) -> tuple[Stage, ...]:
     """In step t the keys of rank r - t arrive straight from their owner, if r sees any of them.
 
@@ -139,6 +125,14 @@ def _ring_stages(
     return tuple(stages)
 
 
+def _exchange_stages(
+    source: BlockSource, layout: Layout, rank: int, table: Table, device: torch.device
+) -> tuple[Stage, ...]:
+    """The blocks that this rank's queries see, and no others, at once."""
+    exchange, kv_start = plan_exchange(table, layout, rank)
+    return (_stage(source, layout, rank, (), device, kv_start=kv_start, exchange=exchange),)
+
+
 def _stage(
     source: BlockSource,
     layout: Layout,
@@ -148,9 +142,13 @@ def _stage(
     computes: bool = True,
     send_to: int | None = None,
     receive_from: int | None = None,
+    kv_start: Tensor | None = None,
+    exchange: Exchange | None = None,
 ) -> Stage:
     q_start = layout.starts(rank, source.block_size[0]).to(device)
-    kv_start = torch.cat([layout.starts(other, source.block_size[1]) for other in sources]).to(device)
+    if kv_start is None:
+        kv_start = torch.cat([layout.starts(other, source.block_size[1]) for other in sources])
+    kv_start = kv_start.to(device)
     block_mask = None
     if computes:
         classes = source.classes(q_start, kv_start)
@@ -164,6 +162,7 @@ def _stage(
         kv_start,
         source.global_mask_mod(device),
         source.seq_len,
+        exchange,
     )
 
 

@@ -43,7 +43,7 @@ AXES = {
         "block_sparse",
         "dead_rows",
     ),
-    "comm": ("gather", "ring"),
+    "comm": ("gather", "ring", "exchange"),
     "balance": ("contiguous", "head_tail"),
     "cp": (1, 2, 4),
     "gqa": (1, 4),

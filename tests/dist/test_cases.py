@@ -53,7 +53,7 @@ def distance_score(comm: str) -> None:
     )
 
 
-@pytest.mark.parametrize("comm", ["gather", "ring"])
+@pytest.mark.parametrize("comm", ["gather", "ring", "exchange"])
 def test_01_score_sees_global_indices(ranks, comm: str) -> None:
     ranks(2).run(distance_score, comm)
 
@@ -210,7 +210,7 @@ def nothing_seen(comm: str) -> None:
         compare(flexcp.plan(mask, 512, cp_mesh(), comm=comm, balance="contiguous"), visible[None, None])
 
 
-@pytest.mark.parametrize("comm", ["gather", "ring"])
+@pytest.mark.parametrize("comm", ["gather", "ring", "exchange"])
 def test_18_shards_and_blocks_that_see_nothing(ranks, comm: str) -> None:
     ranks(2).run(nothing_seen, comm)
 
@@ -263,7 +263,7 @@ def three_ranks(comm: str, balance: str) -> None:
     compare(flexcp.plan(masks.causal(), 500, cp_mesh(), comm=comm, balance=balance), (q >= kv)[None, None])
 
 
-@pytest.mark.parametrize("comm", ["gather", "ring"])
+@pytest.mark.parametrize("comm", ["gather", "ring", "exchange"])
 @pytest.mark.parametrize("balance", ["contiguous", "head_tail"])
 def test_22_three_ranks(ranks, comm: str, balance: str) -> None:
     ranks(3).run(three_ranks, comm, balance)

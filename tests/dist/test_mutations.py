@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 import pytest
 
-from flexcp import planner
+from flexcp import attention, planner
 from flexcp.comm import Link
+from flexcp.exchange import Exchange
 from tests import matrix
 
 
@@ -41,7 +42,31 @@ def without_reduction_of_key_gradients():
     return patch.object(Link, "reduce_scatter", lambda self, x: real(self, x) * 0 + x[self.rank])
 
 
+def without_reverse_exchange():
+    real = attention._bring_home
+
+    def faulty(stage, dk, dv, like, link):
+        with patch.object(
+            Link, "all_to_all", lambda self, rows, send, receive: rows.new_zeros(sum(receive), *rows.shape[1:])
+        ):
+            return real(stage, dk, dv, like, link)
+
+    return patch.object(attention, "_bring_home", faulty)
+
+
+def with_received_blocks_in_the_wrong_slots():
+    real = Exchange.routes
+
+    def faulty(self, groups, device):
+        routes = real(self, groups, device)
+        return dataclasses.replace(routes, receive_rows=routes.receive_rows.flip(0))
+
+    return patch.object(Exchange, "routes", faulty)
+
+
 FAULTS = {
+    "reverse_exchange": (without_reverse_exchange, "exchange"),
+    "receive_rows": (with_received_blocks_in_the_wrong_slots, "exchange"),
     "last_ring_step": (without_last_ring_step, "ring"),
     "table_entries": (with_swapped_table_entries, "gather"),
     "captured_reduction": (without_reduction_of_captured_gradients, "gather"),
@@ -66,5 +91,5 @@ def test_fault_is_noticed(ranks, fault: str) -> None:
 
 
 def test_without_a_fault_the_same_cases_pass(ranks) -> None:
-    for comm in ("ring", "gather"):
+    for comm in ("ring", "gather", "exchange"):
         ranks(2).run(matrix.check, matrix.Case("causal", comm, "head_tail", 2, 4, 500, "bias"))

@@ -23,7 +23,9 @@ def test_whole_matrix_equals_oracle(ranks, cp: int) -> None:
     cases = [case for case in matrix.whole() if case.cp == cp]
     for case in cases:
         outcomes = ranks(cp).outcomes(matrix.check, case)
-        failures += [f"{case} rank {r}: {text.strip().splitlines()[-1]}" for r, (ok, text) in enumerate(outcomes) if not ok]
+        failures += [
+            f"{case} rank {r}: {text.strip().splitlines()[-1]}" for r, (ok, text) in enumerate(outcomes) if not ok
+        ]
         if outcomes[0][0]:
             worst = {name: max(error, worst.get(name, 0.0)) for name, error in outcomes[0][1].items()}
     print(f"cp {cp}: {len(cases)} cases, {len(failures)} failures; largest absolute errors:")

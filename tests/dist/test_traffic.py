@@ -1,11 +1,13 @@
 """What goes over the wire, counted in the communication layer."""
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
 import flexcp
 from flexcp import masks
+from tests import matrix
 
 S, HEADS, GROUPS, D = 1024, 4, 2, 16
 SHARD_BYTES = GROUPS * (S // 4) * 2 * D * 4  # keys and values of a rank, fp32, cp 4
@@ -57,3 +59,54 @@ def test_gather_is_one_collective_each_way(ranks) -> None:
         for counted in ranks(4).run(traffic, "causal", "gather", "head_tail", backward):
             assert counted["p2p_messages"] == 0
             assert counted["collective_calls"] == (2 if backward else 1)
+
+
+def exchanged(mask_name: str, balance: str) -> list[int]:
+    """Bytes that this rank sends forward and backward; and what brute force over all pairs says of both."""
+    mask, more = matrix.flexcp_mask(mask_name, S)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    plan = flexcp.plan(mask, S, mesh, comm="exchange", balance=balance, block_size=64, **more)
+    batch = more.get("batch", 1)
+    q, k, v = (
+        torch.randn(batch, h, plan.local_len, D, dtype=torch.bfloat16, requires_grad=True)
+        for h in (HEADS, GROUPS, GROUPS)
+    )
+    sent = []
+    with flexcp.context_parallel(plan):
+        plan.link.counters.clear()
+        out = flex_attention(q, k, v, block_mask=plan.block_mask, enable_gqa=True)
+        sent.append(plan.link.counters.collective_bytes)
+        plan.link.counters.clear()
+        out.sum().backward()
+        sent.append(plan.link.counters.collective_bytes)
+    visible = matrix.dense_mask(mask_name, S).any(0).expand(HEADS, S, S).unflatten(0, (GROUPS, -1)).any(1)
+    rows = [plan.layout.positions(rank) for rank in range(4)]
+    out_pairs = in_pairs = 0  # (KV head, block) pairs that this rank sends and receives
+    for other in set(range(4)) - {plan.rank}:
+        for reader, owner in ((other, plan.rank), (plan.rank, other)):
+            pairs = int(visible[:, rows[reader]][..., rows[owner].view(-1, 64)].any(3).any(1).sum())
+            out_pairs, in_pairs = (out_pairs + pairs, in_pairs) if reader == other else (out_pairs, in_pairs + pairs)
+    row = batch * 64 * 2 * D
+    # Backward fetches the keys again, in bf16, and sends the gradients of what it received home, in fp32.
+    return [*sent, out_pairs * row * 2, out_pairs * row * 2 + in_pairs * row * 4]
+
+
+@pytest.mark.parametrize("balance", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("mask_name", ["causal", "window", "document", "per_head", "per_batch", "dead_rows"])
+def test_exchange_sends_the_needed_blocks_of_each_kv_head_and_nothing_else(ranks, mask_name: str, balance: str) -> None:
+    for forward, backward, expected_forward, expected_backward in ranks(4).run(exchanged, mask_name, balance):
+        assert (forward, backward) == (expected_forward, expected_backward)
+
+
+def silent_exchange() -> int:
+    ids = torch.arange(4).repeat_interleave(256)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    plan = flexcp.plan(masks.document(ids), 1024, mesh, comm="exchange", balance="contiguous")
+    x = torch.randn(1, 1, plan.local_len, D, requires_grad=True)
+    with flexcp.context_parallel(plan):
+        flex_attention(x, x, x, block_mask=plan.block_mask).sum().backward()
+    return plan.link.counters.collective_calls
+
+
+def test_exchange_is_silent_where_every_rank_has_its_own_documents(ranks) -> None:
+    assert ranks(4).run(silent_exchange) == [0, 0, 0, 0]

@@ -1,0 +1,120 @@
+"""Which rows of keys and values each rank sends to which other, so that only needed blocks travel. No collectives.
+
+What travels is a (KV head, block) pair: with a mask that differs between heads, each KV head sends the blocks that its
+own query heads see. A rank's buffer holds its own blocks first and then every received block, one slot for all KV
+heads; the slots of heads that do not need a block stay 0 and are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexcp.layout import Layout
+from flexcp.table import Table, owned_blocks, rank_needs
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Rows to send and where received ones belong, for one number of KV heads. A row is one (KV head, block) pair.
+
+    Attributes:
+        send_rows: int64, numbers of local rows (head * blocks of a rank + block), destination after destination.
+        send_counts: rows for each rank; 0 for this one.
+        receive_rows: int64, numbers of buffer rows (head * slots + slot), source after source.
+        receive_counts: rows from each rank; 0 for this one.
+    """
+
+    send_rows: Tensor
+    send_counts: tuple[int, ...]
+    receive_rows: Tensor
+    receive_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's share of an all-to-all of keys and values.
+
+    Attributes:
+        rank: this rank.
+        block_size: keys in a block.
+        needs: bool [heads, reader, owner, blocks of a rank]: the reader's queries see the owner's block.
+        slots: blocks in the buffer: its own, the received ones, and padding up to a whole number of shards, so that
+            buffers have few different sizes.
+    """
+
+    rank: int
+    block_size: int
+    needs: np.ndarray
+    slots: int
+    _routes: dict[tuple[int, torch.device], Routes] = field(default_factory=dict, repr=False)
+
+    @property
+    def silent(self) -> bool:
+        """True where no rank needs anything of another."""
+        between = np.logical_or.reduce(self.needs, axis=(0, 3))
+        return not np.any(between & ~np.eye(len(between), dtype=bool))
+
+    def routes(self, groups: int, device: torch.device) -> Routes:
+        """The rows for `groups` KV heads; kept, since every layer asks."""
+        key = groups, device
+        if key not in self._routes:
+            self._routes[key] = self._make(groups, device)
+        return self._routes[key]
+
+    def _make(self, groups: int, device: torch.device) -> Routes:
+        needs = needs_of_groups(self.needs, groups)
+        rank, blocks = self.rank, needs.shape[3]
+        others = [other for other in range(needs.shape[1]) if other != rank]
+        slot_of = np.cumsum(received(self.needs, rank).ravel()).reshape(-1, blocks) - 1 + blocks
+        send, receive = [], []
+        send_counts, receive_counts = [0] * needs.shape[1], [0] * needs.shape[1]
+        for other in others:
+            head, block = needs[:, other, rank].nonzero()
+            send.append(head * blocks + block)
+            send_counts[other] = len(head)
+            head, block = needs[:, rank, other].nonzero()
+            receive.append(head * self.slots + slot_of[other, block])
+            receive_counts[other] = len(head)
+        send_rows, receive_rows = (torch.from_numpy(np.concatenate(rows)).to(device) for rows in (send, receive))
+        return Routes(send_rows, tuple(send_counts), receive_rows, tuple(receive_counts))
+
+
+def needs_of_groups(needs: np.ndarray, groups: int) -> np.ndarray:
+    """What the query heads of each KV head see: bool [groups, ...] from bool [heads, ...].
+
+    Query head h reads KV head h // (H / G); a mask that does not tell heads apart is the same for all.
+    """
+    heads = needs.shape[0]
+    if heads == 1:
+        return np.broadcast_to(needs, (groups, *needs.shape[1:]))
+    if heads % groups:
+        raise ValueError(f"the mask distinguishes {heads} query heads, which {groups} KV heads cannot share evenly")
+    return np.logical_or.reduce(needs.reshape(groups, heads // groups, *needs.shape[1:]), axis=1)
+
+
+def received(needs: np.ndarray, rank: int) -> np.ndarray:
+    """The blocks that come from others, for any head: bool [owner, blocks of a rank]."""
+    blocks = np.logical_or.reduce(needs[:, rank], axis=0)
+    blocks[rank] = False
+    return blocks
+
+
+def plan_exchange(table: Table, layout: Layout, rank: int) -> tuple[Exchange, Tensor]:
+    """This rank's exchange, and the global start of each block of its buffer: int64 [slots].
+
+    Padding starts past the end of the sequence, where nothing is visible.
+    """
+    block_size = table.block_size[1]
+    owned = owned_blocks(layout, block_size)
+    needs = rank_needs(table, layout)[:, :, owned]
+    arriving = received(needs, rank)
+    blocks = owned.shape[1]
+    slots = blocks + -(-int(arriving.sum()) // blocks) * blocks
+    starts = np.full(slots, layout.padded_len, dtype=np.int64)
+    starts[:blocks] = owned[rank] * block_size
+    starts[blocks : blocks + int(arriving.sum())] = owned[arriving] * block_size
+    return Exchange(rank, block_size, needs, slots), torch.from_numpy(starts)
