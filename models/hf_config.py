@@ -245,12 +245,7 @@ def _number(
         return default
     if value is None:
         raise CheckpointError(f"{where}: {name} is missing")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) < 1e30
-        or not math.isfinite(value)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # nor is NaN
         raise CheckpointError(f"{where}: {name} is {_short(value)}, and must be a number")
     if value < 0 or (value == 0 and not at_least_0):
         raise CheckpointError(f"{where}: {name} is {_short(value)}, and must be more than 0")
