@@ -20,9 +20,11 @@ import yaml
 from flexcp import planner
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
-from flexcp.models import CONFIGS
+from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config
+from flexcp.models.rope import PRECISIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DEFAULT_MODEL = "llama3-debug"
 COMMS = ("auto", *planner.COMMS)
 
 
@@ -33,8 +35,15 @@ class TrainConfig:
     Without torchrun's variables it starts its own ranks; `torchrun -m flexcp.train` is the same program.
     """
 
-    model: str = "llama3-debug"
-    """The model, by name: llama3-debug or llama3-8b."""
+    model: str | None = None
+    """The model's shape: a name such as llama3.1-8b, or a folder with a config.json. Left out: llama3-debug, or the
+    shape of --init-from."""
+
+    init_from: str | None = None
+    """A Hugging Face folder whose weights to begin with (config.json and safetensors); left out, they are random."""
+
+    rope_precision: str = "exact"
+    """Of the rotary phases: exact (float64), or hf, in float32 as transformers computes them."""
 
     cp: int = 1
     """Ranks among which each sequence is divided."""
@@ -82,7 +91,8 @@ class TrainConfig:
     """Steps between lines on the terminal."""
 
     out: str | None = None
-    """Folder for config.yaml and metrics.jsonl; files of these names from an earlier run are replaced."""
+    """Folder for config.yaml, metrics.jsonl and, at the end, the folder `model` that transformers and --init-from load;
+    those of an earlier run are replaced."""
 
     config: str | None = None
     """A YAML file with values for any of these fields; the command line wins over it."""
@@ -90,6 +100,34 @@ class TrainConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called: the name or folder that its shape comes from."""
+        return self.model or self.init_from or DEFAULT_MODEL
+
+    @property
+    def origin(self) -> str | None:
+        """The folder whose tokenizer and token ids belong to the model, if it comes from one."""
+        return self.init_from or (self.model if self.model and self.model not in CONFIGS else None)
+
+    def model_config(self) -> Llama3Config:
+        """The shape of the model, from its name or its folder.
+
+        Raises:
+            UserError: a name or folder that is not there, or a config.json that is not supported.
+        """
+        place = self.model_name
+        try:
+            if place in CONFIGS and place != self.init_from:
+                return dataclasses.replace(get_config(place), rope_precision=self.rope_precision)
+            if Path(place).expanduser().is_dir():
+                return read_config(place, self.rope_precision)
+        except CheckpointError as error:
+            raise UserError(f"--{'model' if self.model else 'init-from'} {place}: {error}") from None
+        if self.model is None:
+            raise UserError(f"--init-from {place} is no folder: name one with config.json and safetensors")
+        raise UserError(f"{unknown('model', place, CONFIGS)}, or name a folder with a config.json")
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""
@@ -196,9 +234,11 @@ def check(config: TrainConfig) -> None:
     Raises:
         UserError: naming the flag, the value and what it must be.
     """
-    for name, known in (("model", CONFIGS), ("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES)):
+    names = (("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS))
+    for name, known in names:
         if getattr(config, name) not in known:
             raise unknown(name, getattr(config, name), known)
+    config.model_config()
     for name in ("cp", "seq_len", "batch", "steps", "log_every"):
         _demand(config, name, getattr(config, name) >= 1, "at least 1")
     for name in ("warmup_steps", "seed"):

@@ -27,7 +27,7 @@ from flexcp.data import IGNORE, Batch, Corpus, PackedRows, read_corpus
 from flexcp.errors import UserError
 from flexcp.estimate import check_memory
 from flexcp.metrics import Record, Reporter, peak_memory_bytes
-from flexcp.models import build, get_config
+from flexcp.models import Checkpoint, CheckpointError, Llama3, build, check_names, from_pretrained, save_pretrained
 from flexcp.optim import AdamW, learning_rate, sum_gradients
 from flexcp.usermask import MaskSource, load_mask
 
@@ -71,8 +71,18 @@ def check_all(config: TrainConfig, world: launch.World | None) -> tuple[Corpus, 
     ranks = world or launch.World(0, config.cp, 0, config.cp)
     device = launch.pick_device(ranks)
     tokens = config.batch * config.seq_len
-    model = get_config(config.model)
-    check_memory(config.model, model, config.torch_dtype, device, config.cp, ranks.local_size, tokens)
+    model = config.model_config()
+    if config.init_from is not None:
+        check_init(config)
+    check_memory(
+        config.model_name,
+        model,
+        config.torch_dtype,
+        device,
+        config.cp,
+        ranks.local_size,
+        tokens,
+    )
     corpus = read_corpus(config.data)
     mask = load_mask(config.mask)
     mask.probe(PackedRows(corpus.documents, config.seq_len, config.batch, config.seed).batch(0).doc_ids)
@@ -137,16 +147,19 @@ def run(
     rank, group = (0, None) if mesh is None else (mesh.get_local_rank(), mesh.get_group())
     _require_same_corpus(corpus, group, device)
 
-    model_config = get_config(config.model)
+    model_config = config.model_config()
     rows = PackedRows(corpus.documents, config.seq_len, config.batch, config.seed)
-    model = build(model_config, seed=config.seed, dtype=config.torch_dtype, device=device)
+    model = make_model(config, device)
     optimizer = AdamW(model, config.weight_decay)
     if rank == 0 and out is not None:
         (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     if verbose:
         print(config.to_yaml(), end="")
         print(f"# data: {corpus}")
-        print(f"# {config.model}: {model_config.num_params:,} parameters; {config.cp} x {device.type}", flush=True)
+        print(
+            f"# {config.model_name}: {model_config.num_params:,} parameters; {config.cp} x {device.type}",
+            flush=True,
+        )
 
     records: list[Record] = []
     plan, plan_varies, tokens_seen = None, mask_source.varies(config.seq_len), 0
@@ -184,7 +197,42 @@ def run(
             reporter.add(record)
             if on_step is not None:
                 on_step(model, record)
+    if rank == 0 and out is not None:
+        try:
+            saved = save_pretrained(model, out / "model", origin=config.origin)
+        except CheckpointError as error:
+            raise UserError(f"the trained model: {error}") from None
+        if verbose:
+            print(f"# the model: {saved}", flush=True)
     return records
+
+
+def check_init(config: TrainConfig) -> None:
+    """Refuses an --init-from whose files are damaged or not of the model's shape, from their headers alone.
+
+    Raises:
+        UserError: naming the tensor or file.
+    """
+    try:
+        with Checkpoint(config.init_from) as checkpoint:
+            check_names(config.model_config(), checkpoint)
+    except CheckpointError as error:
+        raise UserError(f"--init-from {config.init_from}: {error}") from None
+
+
+def make_model(config: TrainConfig, device: torch.device) -> Llama3:
+    """The model with its first weights: those of --init-from, or random ones.
+
+    Raises:
+        UserError: an --init-from that cannot be used.
+    """
+    shape = config.model_config()
+    if config.init_from is None:
+        return build(shape, seed=config.seed, dtype=config.torch_dtype, device=device)
+    try:
+        return from_pretrained(config.init_from, dtype=config.torch_dtype, device=device, config=shape)
+    except CheckpointError as error:
+        raise UserError(f"--init-from {config.init_from}: {error}") from None
 
 
 def make_plan(
@@ -203,7 +251,7 @@ def make_plan(
             config.seq_len,
             mesh if mesh is not None else 1,
             batch=config.batch if reads_batch else None,
-            heads=get_config(config.model).num_heads if reads_heads else None,
+            heads=config.model_config().num_heads if reads_heads else None,
             balance=config.balance,
             comm=config.comm,
             device=device,

@@ -26,6 +26,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     rope_precision: str = "exact",
+    config: Llama3Config | None = None,
 ) -> Llama3:
     """A model with the weights of a Hugging Face folder: config.json and safetensors, in one file or many.
 
@@ -36,6 +37,7 @@ def from_pretrained(
         dtype: of the parameters; None: that of the files, which must then all have one.
         device: of the parameters.
         rope_precision: "exact" or "hf", for the bits of transformers (`models/rope.py`).
+        config: in place of the folder's config.json, to give its weights another RoPE, for instance.
 
     Returns:
         A module to be called as `model(tokens, positions) -> logits`; tokens and positions [B, S] int64.
@@ -43,7 +45,7 @@ def from_pretrained(
     Raises:
         CheckpointError: what is missing, extra, of another shape, damaged or not supported, by name.
     """
-    config = read_config(folder, rope_precision)
+    config = config or read_config(folder, rope_precision)
     with Checkpoint(folder) as checkpoint:
         check_names(config, checkpoint)
         dtype = dtype or stored_dtype(checkpoint)

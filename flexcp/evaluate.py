@@ -1,0 +1,123 @@
+"""Held-out loss and accuracy, as a whole and by place: by position in the document, or by any other number per token.
+
+Sums are kept per bucket over all batches and ranks, and divided once at the end: every token counts the same,
+whichever batch, rank or bucket it lies in.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flexcp
+from flexcp.data import IGNORE, Batch
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tokens whose number lies in first .. last; over all batches and ranks."""
+
+    first: int
+    last: int
+    tokens: int  # that have a label
+    loss: float  # cross entropy in nats, their mean; NaN without tokens
+    accuracy: float  # the share whose label has the largest logit; NaN without tokens
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does with tokens it has not been trained on."""
+
+    tokens: int
+    loss: float
+    accuracy: float
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        parts = "; ".join(f"{b.first}-{b.last}: {b.loss:.4f}" for b in self.buckets if b.tokens)
+        return f"loss {self.loss:.5f}, accuracy {self.accuracy:.4f} over {self.tokens:,} tokens; by position {parts}"
+
+
+def bucket_edges(longest: int, smallest: int = 64) -> list[int]:
+    """Where buckets begin, each twice as long as the ones before it: 0, 64, 128, 256, ... below `longest`.
+
+    >>> bucket_edges(1000)
+    [0, 64, 128, 256, 512]
+    """
+    edges = [0]
+    while (edge := max(smallest, 2 * edges[-1])) < longest:
+        edges.append(edge)
+    return edges
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Batch, Tensor | None]],
+    make_plan: Callable[[Batch], flexcp.Plan],
+    group: dist.ProcessGroup | None = None,
+    edges: list[int] | None = None,
+) -> Evaluation:
+    """Evaluates on this rank's share of each batch; to be called on every rank of the group.
+
+    Args:
+        model: called as model(tokens, positions, block_mask=...).
+        batches: each with a number per token, [B, S] int64, by which tokens are put into buckets; None: the
+            position in the document.
+        make_plan: the plan of a batch.
+        group: the ranks of the plans; None for one rank.
+        edges: where buckets begin, ascending; None: `bucket_edges` of the first batch's length.
+
+    Returns:
+        The same on every rank.
+    """
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    sums: Tensor | None = None
+    for batch, numbers in batches:
+        plan = make_plan(batch)
+        edges = edges or bucket_edges(batch.tokens.shape[1])
+        if sums is None:
+            sums = torch.zeros(3, len(edges), dtype=torch.float64, device=device)
+        mine = [
+            plan.shard(column.to(device), dim=1, pad=pad)
+            for column, pad in (
+                (batch.tokens, 0),
+                (batch.labels, IGNORE),
+                (batch.positions, 0),
+                (batch.positions if numbers is None else numbers, 0),
+            )
+        ]
+        tokens, labels, positions, places = mine
+        with flexcp.context_parallel(plan):
+            logits = model(tokens, positions, block_mask=plan.block_mask)
+        counted = labels != IGNORE
+        # Only the rows that count: full logits are the largest tensor there is.
+        logits, labels = logits[counted].to(torch.promote_types(logits.dtype, torch.float32)), labels[counted]
+        bounds = torch.tensor(edges[1:], dtype=places.dtype, device=device)
+        bucket = torch.bucketize(places[counted], bounds, right=True)
+        losses = F.cross_entropy(logits, labels, reduction="none").double()
+        for row, values in enumerate((torch.ones_like(losses), losses, (logits.argmax(-1) == labels).double())):
+            sums[row].scatter_add_(0, bucket, values)
+    if sums is None or edges is None:
+        raise ValueError("evaluate was given no batch")
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    model.train(training)
+    counts, losses, hits = sums.tolist()
+    ends = [*(edge - 1 for edge in edges[1:]), max(edges[-1], batch.tokens.shape[1] - 1)]
+    buckets = tuple(
+        Bucket(first, last, int(n), _share(loss, n), _share(hit, n))
+        for first, last, n, loss, hit in zip(edges, ends, counts, losses, hits)
+    )
+    total = sum(counts)
+    return Evaluation(int(total), _share(sum(losses), total), _share(sum(hits), total), buckets)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
