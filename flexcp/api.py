@@ -13,6 +13,7 @@ from flexcp import balance as balancing
 from flexcp import planner, sharding
 from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
 from flexcp.comm import Link
+from flexcp.cost import CostModel
 from flexcp.dispatch import Token
 from flexcp.errors import unknown
 from flexcp.layout import Layout
@@ -33,6 +34,7 @@ def plan(
     block_size: int | tuple[int, int] | None = None,
     balance: str = "auto",
     comm: str = "auto",
+    cost: CostModel | None = None,
     device: torch.device | str | None = None,
 ) -> "Plan":
     """Decides which rank holds which part of the sequence and what it receives when, from the mask alone.
@@ -48,8 +50,12 @@ def plan(
         rank: whose plan this is, where mesh is a size; default 0.
         batch, heads: how many batch rows and query heads a plain mask_mod distinguishes; None: it reads neither.
         block_size: tokens, or (queries, keys); None: the BlockMask's own, else 128.
-        balance: "contiguous", "head_tail", or "auto": the one whose busiest rank has the least work.
-        comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": gather.
+        balance: "contiguous", "head_tail", "per_document" (head_tail within every document), "ptrr", "min_heap",
+            "affinity" (chunks that see the same keys together, as far as balance allows), or "auto": of all these the
+            one whose slowest rank, at the larger of computation and communication, is the fastest.
+        comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": exchange where it moves
+            clearly less than gather.
+        cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
         ValueError, TypeError: one sentence that says what was given, what is needed and what to do.
@@ -74,10 +80,15 @@ def plan(
     if len(sizes) > 1:
         raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
     shared = _Shared(link, size, device)
-    layout = balancing.choose_layout(
-        balance, seq_len, size, sizes.pop(), lambda: [shared.table(source) for source in sources.values()]
+    layout, comm = balancing.choose(
+        balance,
+        comm,
+        seq_len,
+        size,
+        sizes.pop(),
+        lambda: [shared.table(source) for source in sources.values()],
+        cost or CostModel(),
     )
-    comm = "gather" if comm == "auto" else comm
     schedules = {
         name: planner.build_schedule(source, layout, rank, comm, lambda source=source: shared.table(source), device)
         for name, source in sources.items()

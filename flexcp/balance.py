@@ -1,42 +1,145 @@
-"""Choosing the layout from the work that the mask gives each rank. Pure index arithmetic."""
+"""Choosing who holds what and how it travels, from exact block counts. Pure index arithmetic."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from flexcp import placement
+from flexcp.cost import Cost, CostModel
 from flexcp.layout import LAYOUTS, Layout
-from flexcp.table import Table, rank_rows
+from flexcp.table import Table, owned_blocks, rank_needs, rank_rows
 
-BALANCES = ("auto", *LAYOUTS)
+BALANCES = ("auto", *LAYOUTS, "per_document", "ptrr", "min_heap", "affinity")
+
+# By how much a rank's work may exceed the mean for the sake of its traffic; "auto" tries all.
+_SLACKS = (0.0, 0.03, 0.12, 0.4)
+_AFFINITY_SLACK = 0.12
+# Predicted times that differ by less say nothing.
+_SAME_TIME = 1.001
+# `exchange` packs and unpacks rows, so it must move clearly less than `gather` to be chosen.
+_CLEARLY_LESS = 0.9
 
 
-def choose_layout(
+@dataclass(frozen=True)
+class Candidate:
+    """A layout over a kind of communication, and what it costs.
+
+    Attributes:
+        pairs: int64 [cp_size], (query, key) pairs that each rank computes, over all query heads and masks.
+        kv_rows: int64 [cp_size], (KV head, token) pairs that each rank receives, over all masks.
+    """
+
+    layout: Layout
+    comm: str
+    pairs: np.ndarray
+    kv_rows: np.ndarray
+    cost: Cost
+
+
+def choose(
     balance: str,
+    comm: str,
     seq_len: int,
     cp_size: int,
     block_size: tuple[int, int],
-    tables: Callable[[], list[Table]],
-) -> Layout:
-    """The named layout, or for "auto" the one whose busiest rank has the least work.
+    tables: Callable[[], Sequence[Table]],
+    model: CostModel,
+) -> tuple[Layout, str]:
+    """The layout and the kind of communication.
 
     Args:
-        balance: one of BALANCES.
-        tables: what each mask lets every query block see; asked only by "auto", and every rank must get the same.
-    Returns:
-        for "auto", of two equal ones the first of LAYOUTS: contiguous, which moves fewer keys.
+        balance: one of BALANCES; "auto": the layout whose slowest rank, at the larger of computation and communication,
+            is the fastest.
+        comm: "auto": `exchange` where it moves clearly less than `gather`.
+        tables: what each mask lets every query block see. Not asked where nothing depends on it; every rank must get
+            the same.
     """
     align = math.lcm(*block_size)
-    if balance != "auto":
-        return LAYOUTS[balance](seq_len, cp_size, align)
-    layouts = [make(seq_len, cp_size, align) for make in LAYOUTS.values()]
     if cp_size == 1:
-        return layouts[0]
+        balance = "contiguous" if balance == "auto" else balance
+        comm = "gather" if comm == "auto" else comm
+    if balance in LAYOUTS and comm != "auto":
+        return LAYOUTS[balance](seq_len, cp_size, align), comm
     seen = tables()
-    return min(layouts, key=lambda layout: int(np.sum([rank_work(layout, table) for table in seen], axis=0).max()))
+    # The traffic of exchange decides the layout where the kind is open, as it is never more than that of gather.
+    kind = "exchange" if comm == "auto" else comm
+    if balance == "auto":
+        layouts = candidates(seq_len, cp_size, align, seen)
+        layout = best([evaluate(layout, kind, seen, model) for layout in layouts]).layout
+    else:
+        layout = make(balance, seq_len, cp_size, align, seen)
+    if comm == "auto":
+        moved = {kind: evaluate(layout, kind, seen, model).kv_rows.max() for kind in ("exchange", "gather")}
+        comm = "exchange" if moved["exchange"] < _CLEARLY_LESS * moved["gather"] else "gather"
+    return layout, comm
+
+
+def best(some: Sequence[Candidate]) -> Candidate:
+    """The fastest; of those that are as good as equally fast, the one with the least traffic, then the least work."""
+    fastest = min(candidate.cost.forward_s for candidate in some)
+    return min(
+        (candidate for candidate in some if candidate.cost.forward_s <= fastest * _SAME_TIME),
+        key=lambda candidate: (candidate.kv_rows.max(), candidate.pairs.max()),
+    )
+
+
+def make(balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> Layout:
+    """The named layout."""
+    if balance in LAYOUTS:
+        return LAYOUTS[balance](seq_len, cp_size, align)
+    if balance == "ptrr":
+        return placement.ptrr(tables, seq_len, cp_size, align)
+    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
+    if balance == "affinity":
+        return placement.affinity(chunks, _AFFINITY_SLACK)
+    return {"per_document": placement.per_document, "min_heap": placement.min_heap}[balance](chunks)
+
+
+def candidates(seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> list[Layout]:
+    """Every layout that "auto" compares, simple ones first: of equals the first is taken.
+
+    Only those with the least local length, so that a new mask does not change the shapes.
+    """
+    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
+    layouts = [make(seq_len, cp_size, align) for make in LAYOUTS.values()]
+    layouts += [placement.per_document(chunks), placement.min_heap(chunks)]
+    layouts += [placement.affinity(chunks, slack) for slack in _SLACKS]
+    layouts += [placement.ptrr(tables, seq_len, cp_size, align)]
+    least = min(layout.local_len for layout in layouts)
+    return [layout for layout in layouts if layout.local_len == least]
+
+
+def evaluate(layout: Layout, comm: str, tables: Sequence[Table], model: CostModel) -> Candidate:
+    """Counts what each rank computes and receives, exactly."""
+    pairs, rows = np.zeros(layout.cp_size, dtype=np.int64), np.zeros(layout.cp_size, dtype=np.int64)
+    for table in tables:
+        share = model.shape.num_heads // math.gcd(table.heads, model.shape.num_heads)
+        pairs += rank_work(layout, table) * max(1, share)
+        rows += kv_rows(layout, comm, table, model.shape.num_kv_heads)
+    return Candidate(layout, comm, pairs, rows, model.cost(pairs, rows))
 
 
 def rank_work(layout: Layout, table: Table) -> np.ndarray:
     """Pairs in the non-empty blocks of each rank: int64 [cp_size]."""
     work = table.work()
     return np.array([work[rows].sum() for rows in rank_rows(table, layout)])
+
+
+def kv_rows(layout: Layout, comm: str, table: Table, num_kv_heads: int) -> np.ndarray:
+    """(KV head, token) pairs that each rank receives: int64 [cp_size]."""
+    cp = layout.cp_size
+    if comm == "gather":
+        return np.full(cp, (cp - 1) * layout.local_len * num_kv_heads)
+    owned = owned_blocks(layout, table.block_size[1])
+    needs = rank_needs(table, layout)[:, :, owned]  # [heads, reader, owner, blocks]
+    needs[:, np.arange(cp), np.arange(cp)] = False
+    if comm == "ring":
+        return np.logical_or.reduce(needs, axis=(0, 3)).sum(axis=1) * (layout.local_len * num_kv_heads)
+    # Query heads that share a KV head share what it receives.
+    groups = math.gcd(table.heads, num_kv_heads)
+    union = np.logical_or.reduce(needs.reshape(groups, -1, *needs.shape[1:]), axis=1)
+    return union.sum(axis=(0, 2, 3)) * (table.block_size[1] * num_kv_heads // groups)

@@ -19,7 +19,7 @@ from flexcp.layout import Layout
 _BOXES_AT_ONCE = 1 << 22
 # A closed-form mask is asked about squares of 8 x 8 blocks first, where the sequence has at least _LONG blocks.
 _COARSE, _LONG = 8, 1024
-_SQUARES_AT_ONCE = 4
+_SQUARES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def table_of(source: BlockSource, device: torch.device) -> Table:
 def rows_of(source: BlockSource, first: int, last: int, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     """(counts, bits) of the query blocks first..last-1; see `Table`."""
     num_keys = num_blocks(source)[1]
-    q_start = torch.arange(first, last, device=device) * source.block_size[0]
-    kv_start = torch.arange(num_keys, device=device) * source.block_size[1]
     if first >= last:
         return np.zeros(0, np.int64), np.zeros((source.heads, 0, -(-num_keys // 8)), np.uint8)
+    q_start = torch.arange(first, last, device=device) * source.block_size[0]
+    kv_start = torch.arange(num_keys, device=device) * source.block_size[1]
     coarse = _coarse_source(source, device) if num_keys >= _LONG else None
     if coarse is not None:
         bits = _refined(source, coarse, q_start, kv_start)
@@ -140,10 +140,11 @@ def rank_needs(table: Table, layout: Layout) -> np.ndarray:
 
 def rank_rows(table: Table, layout: Layout) -> list[np.ndarray]:
     """The query blocks of each rank that hold tokens."""
-    starts = [layout.starts(rank, table.block_size[0]).numpy() for rank in range(layout.cp_size)]
-    return [mine[mine < layout.seq_len] // table.block_size[0] for mine in starts]
+    return [mine[mine < len(table.counts)] for mine in owned_blocks(layout, table.block_size[0])]
 
 
 def owned_blocks(layout: Layout, block_size: int) -> np.ndarray:
-    """The key blocks of each rank in local order, padding included: int64 [cp_size, blocks]."""
-    return np.stack([layout.starts(rank, block_size).numpy() // block_size for rank in range(layout.cp_size)])
+    """The blocks of each rank in local order, padding included: int64 [cp_size, blocks]."""
+    per_chunk = layout.chunk_size // block_size
+    chunks = np.array(layout.owned, dtype=np.int64)[:, :, None] * per_chunk
+    return (chunks + np.arange(per_chunk)).reshape(layout.cp_size, -1)
