@@ -10,8 +10,9 @@ import numpy as np
 
 from flexcp import placement
 from flexcp.cost import Cost, CostModel
+from flexcp.exchange import needs_by_owner, num_slots
 from flexcp.layout import LAYOUTS, Layout
-from flexcp.table import Table, owned_blocks, rank_needs, rank_rows
+from flexcp.table import Table, rank_rows
 
 BALANCES = ("auto", *LAYOUTS, "per_document", "ptrr", "min_heap", "affinity")
 
@@ -19,7 +20,7 @@ BALANCES = ("auto", *LAYOUTS, "per_document", "ptrr", "min_heap", "affinity")
 _SLACKS = (0.0, 0.03, 0.12, 0.4)
 _AFFINITY_SLACK = 0.12
 # Predicted times that differ by less say nothing.
-_SAME_TIME = 1.001
+_SAME_TIME = 1.005
 # `exchange` packs and unpacks rows, so it must move clearly less than `gather` to be chosen.
 _CLEARLY_LESS = 0.9
 
@@ -69,7 +70,9 @@ def choose(
     kind = "exchange" if comm == "auto" else comm
     if balance == "auto":
         layouts = candidates(seq_len, cp_size, align, seen)
-        layout = best([evaluate(layout, kind, seen, model) for layout in layouts]).layout
+        # A new mask must not change the shapes.
+        least = min(layout.local_len for layout in layouts)
+        layout = best([evaluate(layout, kind, seen, model) for layout in layouts if layout.local_len == least]).layout
     else:
         layout = make(balance, seq_len, cp_size, align, seen)
     if comm == "auto":
@@ -100,17 +103,12 @@ def make(balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[
 
 
 def candidates(seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> list[Layout]:
-    """Every layout that "auto" compares, simple ones first: of equals the first is taken.
-
-    Only those with the least local length, so that a new mask does not change the shapes.
-    """
+    """Every layout that "auto" compares, simple ones first: of equals the first is taken."""
     chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
     layouts = [make(seq_len, cp_size, align) for make in LAYOUTS.values()]
     layouts += [placement.per_document(chunks), placement.min_heap(chunks)]
     layouts += [placement.affinity(chunks, slack) for slack in _SLACKS]
-    layouts += [placement.ptrr(tables, seq_len, cp_size, align)]
-    least = min(layout.local_len for layout in layouts)
-    return [layout for layout in layouts if layout.local_len == least]
+    return [*layouts, placement.ptrr(tables, seq_len, cp_size, align)]
 
 
 def evaluate(layout: Layout, comm: str, tables: Sequence[Table], model: CostModel) -> Candidate:
@@ -129,13 +127,25 @@ def rank_work(layout: Layout, table: Table) -> np.ndarray:
     return np.array([work[rows].sum() for rows in rank_rows(table, layout)])
 
 
+def buffer_rows(layout: Layout, comm: str, tables: Sequence[Table], num_kv_heads: int) -> int:
+    """(KV head, token) pairs that the fullest rank holds at once beside its own shard."""
+    if comm == "gather":
+        return layout.padded_len * num_kv_heads
+    if comm == "ring":
+        return min(2, layout.cp_size - 1) * layout.local_len * num_kv_heads
+    most = 0
+    for table in tables:
+        needs = needs_by_owner(table, layout)
+        most = max(most, *(num_slots(needs, rank) * table.block_size[1] for rank in range(layout.cp_size)))
+    return most * num_kv_heads
+
+
 def kv_rows(layout: Layout, comm: str, table: Table, num_kv_heads: int) -> np.ndarray:
     """(KV head, token) pairs that each rank receives: int64 [cp_size]."""
     cp = layout.cp_size
     if comm == "gather":
         return np.full(cp, (cp - 1) * layout.local_len * num_kv_heads)
-    owned = owned_blocks(layout, table.block_size[1])
-    needs = rank_needs(table, layout)[:, :, owned]  # [heads, reader, owner, blocks]
+    needs = needs_by_owner(table, layout)
     needs[:, np.arange(cp), np.arange(cp)] = False
     if comm == "ring":
         return np.logical_or.reduce(needs, axis=(0, 3)).sum(axis=1) * (layout.local_len * num_kv_heads)

@@ -103,18 +103,27 @@ def received(needs: np.ndarray, rank: int) -> np.ndarray:
     return blocks
 
 
+def needs_by_owner(table: Table, layout: Layout) -> np.ndarray:
+    """Which blocks each rank's queries see: bool [heads, reader, owner, blocks of a rank]."""
+    return rank_needs(table, layout)[:, :, owned_blocks(layout, table.block_size[1])]
+
+
+def num_slots(needs: np.ndarray, rank: int) -> int:
+    """Blocks of a rank's buffer; see `Exchange.slots`."""
+    blocks = needs.shape[3]
+    return blocks + -(-int(received(needs, rank).sum()) // blocks) * blocks
+
+
 def plan_exchange(table: Table, layout: Layout, rank: int) -> tuple[Exchange, Tensor]:
     """This rank's exchange, and the global start of each block of its buffer: int64 [slots].
 
     Padding starts past the end of the sequence, where nothing is visible.
     """
     block_size = table.block_size[1]
-    owned = owned_blocks(layout, block_size)
-    needs = rank_needs(table, layout)[:, :, owned]
-    arriving = received(needs, rank)
-    blocks = owned.shape[1]
-    slots = blocks + -(-int(arriving.sum()) // blocks) * blocks
+    owned, needs = owned_blocks(layout, block_size), needs_by_owner(table, layout)
+    arriving = owned[received(needs, rank)]
+    blocks, slots = owned.shape[1], num_slots(needs, rank)
     starts = np.full(slots, layout.padded_len, dtype=np.int64)
     starts[:blocks] = owned[rank] * block_size
-    starts[blocks : blocks + int(arriving.sum())] = owned[arriving] * block_size
+    starts[blocks : blocks + len(arriving)] = arriving * block_size
     return Exchange(rank, block_size, needs, slots), torch.from_numpy(starts)

@@ -202,7 +202,7 @@ def affinity(chunks: Chunks, slack: float) -> Layout:
             adds -= np.bincount(new % n, minlength=n).astype(np.int32)
         total -= load
         owners.append(mine)
-    return chunks.layout("affinity", sorted(owners, key=min))
+    return chunks.layout(f"affinity({slack:.0%})", sorted(owners, key=min))
 
 
 def _others(left: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:

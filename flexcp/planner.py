@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
-from flexcp.exchange import Exchange, plan_exchange
+from flexcp.exchange import Exchange, needs_by_owner, plan_exchange
 from flexcp.layout import Layout
-from flexcp.table import Table, owned_blocks, rank_needs
+from flexcp.table import Table
 
 COMMS = ("gather", "ring", "exchange")
 
@@ -88,8 +88,7 @@ def build_schedule(
 
 def sees(table: Table, layout: Layout) -> np.ndarray:
     """Which ranks' keys each rank's queries see at all: bool [reader, owner]."""
-    owned = owned_blocks(layout, table.block_size[1])
-    return np.logical_or.reduce(rank_needs(table, layout)[:, :, owned], axis=(0, 3))
+    return np.logical_or.reduce(needs_by_owner(table, layout), axis=(0, 3))
 
 
 def _gather_stages(source: BlockSource, layout: Layout, rank: int, device: torch.device) -> tuple[Stage, ...]:

@@ -18,7 +18,19 @@ ROOT = Path(__file__).parents[2]
 # With all that these import: see `planning`.
 PLANNING = {"layout", "balance", "blockmask", "planner"}
 # The application: it may know masks and models, and the engine may not know it.
-TRAINER = {"train", "config", "data", "launch", "metrics", "optim", "estimate", "usermask", "evaluate", "recall"}
+TRAINER = {
+    "train",
+    "config",
+    "data",
+    "launch",
+    "metrics",
+    "optim",
+    "estimate",
+    "usermask",
+    "evaluate",
+    "recall",
+    "plancli",
+}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")
 MOST_LINES = 400
 

@@ -1,0 +1,237 @@
+"""`flexcp.plan`: what each layout and kind of communication would cost for a mask, without a process group.
+
+flexcp.plan --mask "causal & document:lengths.txt" --seq-len 1M --cp 8 --model llama3-8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from torch import Tensor
+
+from flexcp import balance, cost, masks
+from flexcp.blockmask import block_source
+from flexcp.errors import UserError
+from flexcp.models import get_config
+from flexcp.planner import COMMS
+from flexcp.table import Table, table_of
+from flexcp.usermask import load_mask
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Returns its exit code: 0, or 2 after one sentence for a wrong use."""
+    args = _parser().parse_args(argv)
+    try:
+        report = make_report(args)
+        if args.png is not None:
+            draw(args, report)
+    except ValueError as error:
+        print(f"flexcp.plan: error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({name: value for name, value in report.items() if not name.startswith("_")}, indent=1))
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 140))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("flexcp.plan", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--mask",
+        action="append",
+        required=True,
+        help="an expression over the mask library; document:FILE takes document lengths from a text file, from its "
+        "beginning again where they do not fill the sequence; or module:function. Once for each mask of the model",
+    )
+    parser.add_argument("--seq-len", required=True, help="tokens; 128K is 131072, 1M is 1048576")
+    parser.add_argument("--cp", type=int, required=True, help="ranks of the group")
+    parser.add_argument("--model", default="llama3-8b", help="whose attention: heads, KV heads, head_dim, layers")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens in a block")
+    parser.add_argument("--device", default="h200", help="whose measured rates (flexcp/devices/)")
+    parser.add_argument("--kernel", default="flash", help="which kernel's rates")
+    parser.add_argument("--link-gb-s", type=float, help="10^9 bytes a second that a rank receives; default: nominal")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--png", type=Path, help="draw the first mask with the owners of the chosen plan (.png, .svg)")
+    return parser
+
+
+def make_report(args: argparse.Namespace) -> dict:
+    """Everything that is shown; keys that begin with _ are for drawing only.
+
+    Raises:
+        ValueError: what is wrong with the arguments.
+    """
+    seq_len = parse_size(args.seq_len)
+    if args.cp < 1 or args.block_size < 1:
+        raise UserError(f"--cp and --block-size are at least 1, got {args.cp} and {args.block_size}")
+    if args.link_gb_s is not None and not args.link_gb_s > 0:
+        raise UserError(f"--link-gb-s is above 0, got {args.link_gb_s}")
+    config = get_config(args.model)
+    shape = cost.Shape(config.num_heads, config.num_kv_heads, config.head_dim)
+    model = cost.CostModel(shape, cost.calibrated(args.device, args.kernel, seq_len, args.link_gb_s))
+    made = [read_mask(text, seq_len) for text in args.mask]
+    start = time.perf_counter()
+    blocks = args.block_size, args.block_size
+    tables = [table_of(source_of(mask, seq_len, blocks, config.num_heads), torch.device("cpu")) for mask in made]
+    layout, comm = balance.choose("auto", "auto", seq_len, args.cp, blocks, lambda: tables, model)
+    planning_s = time.perf_counter() - start
+    rows = []
+    for candidate in balance.candidates(seq_len, args.cp, args.block_size, tables):
+        for kind in COMMS:
+            rows.append(_row(balance.evaluate(candidate, kind, tables, model), tables, model))
+            rows[-1]["chosen"] = (candidate, kind) == (layout, comm)
+    return {
+        "mask": args.mask,
+        "seq_len": seq_len,
+        "cp": args.cp,
+        "model": args.model,
+        "num_layers": config.num_layers,
+        "device": args.device,
+        "kernel": args.kernel,
+        "forward_tflops": model.device.forward_tflops,
+        "backward_tflops": model.device.backward_tflops,
+        "link_gb_s": model.device.bytes_per_s(args.cp) / 1e9,
+        "planning_s": planning_s,
+        "chosen": {"layout": layout.name, "comm": comm},
+        "plans": rows,
+        "_mask": made[0],
+        "_layout": layout,
+    }
+
+
+def _row(candidate: balance.Candidate, tables: Sequence[Table], model: cost.CostModel) -> dict:
+    heads, layout = model.shape.num_kv_heads, candidate.layout
+    whole = max(1, layout.seq_len * heads * len(tables))
+    return {
+        "layout": layout.name,
+        "comm": candidate.comm,
+        "work_max_over_mean": float(candidate.pairs.max() / max(1.0, candidate.pairs.mean())),
+        "received_bytes_max": int(candidate.cost.kv_bytes.max()),
+        "received_bytes_mean": float(candidate.cost.kv_bytes.mean()),
+        "fraction_of_all_kv": float(candidate.kv_rows.mean() / whole),
+        "kv_buffer_bytes": balance.buffer_rows(layout, candidate.comm, tables, heads) * model.kv_row_bytes(),
+        "forward_ms": candidate.cost.forward_s * 1e3,
+        "backward_ms": candidate.cost.backward_s * 1e3,
+    }
+
+
+def source_of(mask: Callable, seq_len: int, blocks: tuple[int, int], num_heads: int):
+    """The mask's blocks; a plain function that tells heads apart gets the model's."""
+    try:
+        return block_source(mask, seq_len, blocks)
+    except ValueError as error:
+        if "heads=" not in str(error):
+            raise
+        return block_source(mask, seq_len, blocks, heads=num_heads)
+
+
+def read_mask(text: str, seq_len: int) -> Callable:
+    """The mask of one --mask value."""
+    files = re.findall(r"\bdocument:([^\s&|^~()]+)", text)
+    if not files:
+        return load_mask(text).make(torch.zeros(1, seq_len, dtype=torch.int64))
+    bound = {f"lengths_{i}": read_documents(Path(name), seq_len) for i, name in enumerate(files)}
+    for name, file in zip(bound, files):
+        text = text.replace(f"document:{file}", f"document({name})", 1)
+    return masks.parse(text, seq_len=seq_len, **bound)
+
+
+def read_documents(path: Path, seq_len: int) -> Tensor:
+    """The document of each token, [seq_len] int64, from a file of lengths in tokens, separated by white space."""
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--mask names the document lengths {path}, which cannot be read: {error}") from None
+    wrong = next((word for word in words if not word.isdecimal() or int(word) < 1), None)
+    if wrong is not None or not words:
+        what = "nothing" if wrong is None else repr(wrong[:40])
+        raise UserError(f"{path} holds document lengths, whole numbers of tokens above 0, but has {what}")
+    lengths = torch.tensor([min(int(word), seq_len) for word in words])
+    lengths = lengths.repeat(-(-seq_len // int(lengths.sum())))
+    # Documents past the end are not needed, and neither is a table of their tokens.
+    needed = int(torch.searchsorted(lengths.cumsum(0), seq_len)) + 1
+    return torch.arange(needed).repeat_interleave(lengths[:needed])[:seq_len]
+
+
+def parse_size(text: str) -> int:
+    """Tokens from 131072, 128K or 1M.
+
+    >>> parse_size("128K"), parse_size("1M"), parse_size("57826")
+    (131072, 1048576, 57826)
+    """
+    found = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
+    size = int(found[1]) * _UNITS[found[2]] if found else 0
+    if size < 1:
+        raise UserError(f"--seq-len is a number of tokens such as 131072, 128K or 1M, got {text!r}")
+    return size
+
+
+def show(report: dict, console: Console) -> None:
+    """Prints the report as a table."""
+    device = f"{report['forward_tflops']:g}/{report['backward_tflops']:g} TFLOP/s ({report['kernel']})"
+    console.print(
+        f"{', '.join(report['mask'])}: {report['seq_len']:,} tokens over {report['cp']} ranks, one layer of "
+        f"{report['model']} on {report['device']}: {device}, {report['link_gb_s']:g} GB/s per rank",
+        markup=False,
+        highlight=False,
+    )
+    table = RichTable("", "layout", "comm")
+    names = ("work max/mean", "received/rank", "of all KV", "KV buffer", "forward ms", "backward ms")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in report["plans"]:
+        table.add_row(
+            "->" if row["chosen"] else "",
+            row["layout"],
+            row["comm"],
+            f"{row['work_max_over_mean']:.3f}",
+            human(row["received_bytes_max"]),
+            f"{row['fraction_of_all_kv']:.1%}",
+            human(row["kv_buffer_bytes"]),
+            f"{row['forward_ms']:.2f}",
+            f"{row['backward_ms']:.2f}",
+            style="bold" if row["chosen"] else None,
+        )
+    console.print(table)
+    chosen = report["chosen"]
+    console.print(
+        f"-> {chosen['layout']} over {chosen['comm']}, chosen in {report['planning_s']:.2f} s; received: the most of "
+        f"any rank, bf16; of all KV: the mean; ms: the slowest rank of one layer",
+        markup=False,
+        highlight=False,
+    )
+
+
+def human(size: float) -> str:
+    """Bytes for people: 1.5 MiB."""
+    power = min(4, int(math.log(size, 1024))) if size >= 1 else 0
+    return f"{size / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def draw(args: argparse.Namespace, report: dict) -> None:
+    """Writes the picture of --png."""
+    layout = report["_layout"]
+    if args.png.suffix not in (".png", ".svg"):
+        raise UserError(f"--png writes .png or .svg, got {args.png.name!r}")
+    drawing = masks.draw(report["_mask"], layout.seq_len, layout)
+    try:
+        drawing.save(args.png, cell=max(1, 768 // len(drawing.classes)))
+    except OSError as error:
+        raise UserError(f"--png {args.png} cannot be written: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

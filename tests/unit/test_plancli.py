@@ -1,0 +1,84 @@
+"""The console script flexcp.plan: figures, chosen plan, drawing, and sentences for wrong uses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexcp
+from flexcp import cost, masks, plancli
+
+
+def plans(capsys, *arguments: str) -> dict:
+    assert plancli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_figures_are_those_of_the_formula(capsys) -> None:
+    told = plans(capsys, "--mask", "causal", "--seq-len", "32K", "--cp", "4", "--link-gb-s", "100")
+    by = {(row["layout"], row["comm"]): row for row in told["plans"]}
+    gather = by["head_tail", "gather"]
+    blocks = 32768 // 128
+    flops = blocks * (blocks + 1) // 2 * 128**2 / 4 * 4 * 128 * 32  # of a rank: its blocks x 4 D for each head
+    assert gather["received_bytes_max"] == 3 * 8192 * 8 * 2 * 128 * 2
+    assert gather["kv_buffer_bytes"] == 32768 * 8 * 2 * 128 * 2
+    assert gather["work_max_over_mean"] == 1.0
+    assert gather["forward_ms"] == pytest.approx(flops / 642e12 * 1e3)
+    assert gather["backward_ms"] == pytest.approx(flops * 2.5 / 561e12 * 1e3)
+    assert by["contiguous", "exchange"]["fraction_of_all_kv"] == pytest.approx((1 + 2 + 3) / 4 / 4)
+    assert [row["chosen"] for row in told["plans"]].count(True) == 1
+
+
+def test_every_layout_over_every_comm_and_the_choice_of_flexcp_plan(capsys, tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("700 41\n2000\n90\n")
+    mask = f"causal & document:{tmp_path}/lengths.txt"
+    told = plans(capsys, "--mask", mask, "--seq-len", "4096", "--cp", "2", "--model", "llama3-debug")
+    names = {row["layout"].partition("(")[0] for row in told["plans"]}
+    assert names == {"contiguous", "head_tail", "per_document", "min_heap", "affinity", "ptrr"}
+    assert {row["comm"] for row in told["plans"]} == {"gather", "ring", "exchange"}
+    ids = plancli.read_documents(tmp_path / "lengths.txt", 4096)
+    assert torch.bincount(ids).tolist() == [700, 41, 2000, 90, 700, 41, 524]
+    both = masks.causal() & masks.document(ids)
+    model = cost.CostModel(cost.Shape(4, 2, 32), cost.calibrated("h200", "flash", 4096))
+    plan = flexcp.plan(both, 4096, 2, cost=model)
+    assert told["chosen"] == {"layout": plan.layout.name, "comm": plan.comm}
+
+
+def test_table_and_drawing(capsys, tmp_path: Path) -> None:
+    arguments = ["--mask", "causal & sliding_window(512)", "--mask", "causal", "--seq-len", "8K", "--cp", "3"]
+    assert plancli.main([*arguments, "--png", str(tmp_path / "plan.png")]) == 0
+    text = capsys.readouterr().out
+    assert "->" in text
+    assert "work max/mean" in text
+    assert "per_document" in text
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"--mask": "casual"}, "did you mean causal"),
+        ({"--mask": "document:/no/such/file"}, "cannot be read"),
+        ({"--mask": "document:{bad}"}, "whole numbers of tokens"),
+        ({"--seq-len": "1G"}, "such as 131072, 128K or 1M"),
+        ({"--cp": "0"}, "at least 1"),
+        ({"--model": "llama4"}, "unknown model"),
+        ({"--device": "h100"}, "did you mean h200"),
+        ({"--kernel": "flsh"}, "did you mean flash"),
+        ({"--link-gb-s": "-1"}, "above 0"),
+        ({"--png": "plan.jpg"}, r"writes \.png or \.svg"),
+        ({"--png": "/no/such/folder/plan.png"}, "cannot be written"),
+    ],
+)
+def test_wrong_uses_get_a_sentence(changed: dict[str, str], sentence: str, capsys, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("12 x")
+    given = {"--mask": "causal", "--seq-len": "1K", "--cp": "2"} | changed
+    arguments = [word.replace("{bad}", str(tmp_path / "bad")) for pair in given.items() for word in pair]
+    assert plancli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert re.search(sentence, printed.err)
