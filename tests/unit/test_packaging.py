@@ -92,7 +92,9 @@ def test_wheel_holds_one_top_level_package(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"flexcp"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     for folder, target in (("flexcp", "flexcp"), ("masks", "flexcp/masks"), ("models", "flexcp/models")):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_dir() or path.suffix == ".pyc":
+                continue
             assert f"{target}/{path.relative_to(ROOT / folder)}" in names, f"{path} is not in the wheel"
 
 
@@ -102,6 +104,7 @@ def test_every_way_in(place: Path, installed: Path, bare: Path) -> None:
     ways = {
         "look": ([installed, "-c", LOOK], place),
         "script --help": ([script, "--help"], place),
+        "plan --help": ([installed.parent / "flexcp.plan", "--help"], place),
         "module --help": ([installed, "-m", "flexcp.train", "--help"], place),
         "script": ([script, *TRAIN, "--out", "by-script"], place),
         "root --help": ([bare, "-m", "flexcp.train", "--help"], ROOT),
@@ -114,7 +117,7 @@ def test_every_way_in(place: Path, installed: Path, bare: Path) -> None:
     package = site_packages(place / "installed") / "flexcp"
     assert found["files"] == [str(package / name / "__init__.py") for name in (".", "masks", "models")]
     assert found["top"] == [], "these must not be importable: they would shadow a user's own packages"
-    for name in ("script --help", "module --help", "root --help"):
+    for name in ("script --help", "plan --help", "module --help", "root --help"):
         assert "--seq-len" in outcomes[name].stdout, name
     for folder in ("by-script", "by-torchrun"):
         records = [json.loads(line) for line in (place / folder / "metrics.jsonl").read_text().splitlines()]
