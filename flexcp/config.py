@@ -22,6 +22,7 @@ from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config
 from flexcp.models.rope import PRECISIONS
+from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
@@ -58,7 +59,33 @@ class TrainConfig:
     """Steps to train."""
 
     data: str | None = None
-    """A text file, or a folder of them; the text files of this checkout where left out."""
+    """Text, .jsonl, .parquet or .bin with .bin.json: a file, or a folder; also a folder saved by `datasets`. The text
+    files of this checkout where left out."""
+
+    data_field: str = "text"
+    """Of .jsonl, .parquet and `datasets`: with the text, or with a conversation (a list of messages with role and
+    content, of which the assistant's are learned)."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json, its folder, or bytes; that of the model's folder, else bytes, where left out."""
+
+    packing: str = "concat"
+    """concat: documents end to end, cut into rows; first_fit: whole documents in rows, what is left over padded."""
+
+    positions: str = "reset"
+    """reset: each document's tokens count from 0; continuous: each row's do."""
+
+    long_documents: str = "split"
+    """A document longer than a row: split it, truncate it (what is cut is counted), or refuse it."""
+
+    eval_data: str | None = None
+    """Held-out data, of the same kinds as --data."""
+
+    eval_every: int = 0
+    """Steps between evaluations on --eval-data; 0: only after the last."""
+
+    eval_batches: int = 8
+    """Batches in an evaluation."""
 
     mask: str = "causal & document"
     """What a token sees: an expression over flexcp.masks, module:function, or path/to/file.py:function."""
@@ -91,8 +118,8 @@ class TrainConfig:
     """Steps between lines on the terminal."""
 
     out: str | None = None
-    """Folder for config.yaml, metrics.jsonl and, at the end, the folder `model` that transformers and --init-from load;
-    those of an earlier run are replaced."""
+    """Folder for config.yaml, metrics.jsonl, eval.jsonl and, at the end, the folder `model`, which transformers and
+    --init-from load; those of an earlier run are replaced."""
 
     config: str | None = None
     """A YAML file with values for any of these fields; the command line wins over it."""
@@ -234,14 +261,17 @@ def check(config: TrainConfig) -> None:
     Raises:
         UserError: naming the flag, the value and what it must be.
     """
-    names = (("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS))
+    names = (
+        *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
+        *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
+    )
     for name, known in names:
         if getattr(config, name) not in known:
             raise unknown(name, getattr(config, name), known)
     config.model_config()
-    for name in ("cp", "seq_len", "batch", "steps", "log_every"):
+    for name in ("cp", "seq_len", "batch", "steps", "log_every", "eval_batches"):
         _demand(config, name, getattr(config, name) >= 1, "at least 1")
-    for name in ("warmup_steps", "seed"):
+    for name in ("warmup_steps", "seed", "eval_every"):
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("lr", "weight_decay"):
         _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")

@@ -1,24 +1,24 @@
-"""Text files as packed rows of byte tokens with document ids.
+"""--data: text files, or files of many documents, as tokens.
 
-Every row is a pure function of (files, seed, step): there is no reader state to save, all ranks of any group
-size build the same batch, and a step can be built without the ones before it. Sharding comes later
-(`plan.shard`), after the labels have been shifted here: shifting a shard would lose the label at each seam.
+All ranks read the same and build the same batch (`packing`). Sharding comes later (`plan.shard`), after the
+labels have been shifted: shifting a shard would lose the label at each seam.
 """
 
-import bisect
 import hashlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from flexcp.batch import IGNORE, Batch
 from flexcp.errors import UserError
+from flexcp.sources import JsonLines, OnDisk, Parquet, Source, Tokens
+from flexcp.tokenizer import ByteTokenizer, Tokenizer, encode_chat
 
-IGNORE = -100  # the label that does not count, as in torch.nn.functional.cross_entropy
+__all__ = ["IGNORE", "Batch", "Corpus", "Documents", "open_documents", "read_corpus"]
+
 # UTF-8, but coordinates: a few rows of them among prose are all that the loss of a short run shows.
 _DRAWINGS = {".svg", ".eps", ".ps"}
 # Folders inside a data folder that hold no text of its own: caches, environments, build products.
@@ -153,87 +153,139 @@ def _not_text(content: bytes) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One step's rows, whole: [B, S] int64 each, not sharded.
-
-    Attributes:
-        tokens: bytes, 0..255.
-        labels: the token that follows in the same document; IGNORE at the last token of a document.
-        positions: the place of each token in its piece of a document, from 0.
-        doc_ids: the piece each token belongs to, from 0 in each row.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    doc_ids: Tensor
-
-
-class PackedRows:
-    """Endless rows of `seq_len` tokens, cut out of the shuffled documents laid end to end.
-
-    Nothing is dropped and nothing is padded: a document that does not fit goes on in the next row, where it
-    counts as a document of its own (its tokens cannot see the row before). Its last token in a row still has
-    its label, the token with which the next row begins. Each epoch is shuffled anew.
-
-    >>> rows = PackedRows([b"abc", b"de"], seq_len=5, batch=1, seed=0)
-    >>> batch = rows.batch(0)
-    >>> sorted(batch.tokens[0].tolist()) == sorted(b"abcde")
-    True
+class Documents:
+    """The documents of a source as tokens of one vocabulary.
 
     Args:
-        documents: bytes of each document, none empty.
-        seq_len: S, tokens in a row.
-        batch: B, rows in a step.
-        seed: of the order of the documents.
+        source: texts, conversations or tokens.
+        tokenizer: for texts and conversations; tokens are taken as they are.
+        vocab_size: of the model; a larger token is refused where it is met.
+        digest: 63 bits that differ where the sources of two ranks differ.
+        described: the source in words.
     """
 
-    def __init__(self, documents: tuple[bytes, ...] | list[bytes], seq_len: int, batch: int, seed: int) -> None:
-        self.documents, self.seq_len, self.num_rows, self.seed = list(documents), seq_len, batch, seed
-        self.epoch_len = sum(map(len, self.documents))
-        if not self.documents or not all(self.documents):
-            raise ValueError("PackedRows needs at least one document, and none of them empty")
-        self._epochs: dict[int, tuple[list[int], list[int]]] = {}
+    def __init__(self, source: Source, tokenizer: Tokenizer, vocab_size: int, digest: int, described: str) -> None:
+        self.source, self.tokenizer, self.vocab_size = source, tokenizer, vocab_size
+        self.blocks, self.digest, self._described = source.blocks, digest, described
 
-    def batch(self, step: int) -> Batch:
-        """The rows of a step, counted from 0."""
-        rows = [self._row(step * self.num_rows + row) for row in range(self.num_rows)]
-        return Batch(*(torch.tensor(column, dtype=torch.int64) for column in zip(*rows)))
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens, int64, and which of them are to be learned, bool; None for all.
 
-    def _row(self, row: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        tokens, labels, positions, doc_ids = [], [], [], []
-        for doc_id, (document, start) in enumerate(self._pieces(row * self.seq_len)):
-            stop = min(len(document), start + self.seq_len - len(tokens))
-            tokens += document[start:stop]
-            labels += document[start + 1 : stop + 1]
-            labels += [IGNORE] * (len(tokens) - len(labels))  # one, where the document ends here
-            positions += range(stop - start)
-            doc_ids += [doc_id] * (stop - start)
-            if len(tokens) == self.seq_len:
-                break
-        return tokens, labels, positions, doc_ids
-
-    def _pieces(self, offset: int) -> Iterator[tuple[bytes, int]]:
-        """Documents from a place in the endless stream on, each with the offset in it at which to begin."""
-        first, within = divmod(offset, self.epoch_len)
-        for epoch in itertools.count(first):
-            order, starts = self._epoch(epoch)
-            place = bisect.bisect_right(starts, within) - 1
-            for index, start in zip(order[place:], starts[place:]):
-                yield self.documents[index], max(0, within - start)
-            within = 0
-
-    def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The order of the documents in an epoch, and where each begins in it."""
-        if epoch not in self._epochs:
-            # Sorting by a hash, unlike a library's shuffle, is the same in every version of every library.
-            order = sorted(
-                range(len(self.documents)),
-                key=lambda index: hashlib.sha256(f"{self.seed}/{epoch}/{index}".encode()).digest(),
+        Raises:
+            UserError: a document that cannot be read, or a token outside the vocabulary; with its place.
+        """
+        document, learned = self.source[index], None
+        if isinstance(document, list):
+            try:
+                tokens, learned = encode_chat(self.tokenizer, document)
+            except UserError as error:
+                raise UserError(f"{self.where(index)}: {error}") from None
+        else:
+            tokens = self.tokenizer.encode(document) if isinstance(document, str) else document
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            raise UserError(
+                f"{self.where(index)} has the token {tokens.max()}, and the model's vocabulary ends at "
+                f"{self.vocab_size - 1}: train a model with more tokens, or name the tokenizer that belongs to it"
             )
-            starts = [0, *itertools.accumulate(len(self.documents[index]) for index in order)][:-1]
-            if len(self._epochs) > 1:
-                self._epochs.pop(min(self._epochs))
-            self._epochs[epoch] = order, starts
-        return self._epochs[epoch]
+        return tokens, learned
+
+    def where(self, index: int) -> str:
+        return self.source.where(index)
+
+    def __str__(self) -> str:
+        return f"{self._described}; tokens: {self.tokenizer.name}"
+
+
+def open_documents(
+    path: str | None, field: str = "text", tokenizer: Tokenizer | None = None, vocab_size: int = 256
+) -> Documents:
+    """What --data names, by its kind: a folder that `datasets` saved, .jsonl, .parquet, .bin, else text.
+
+    A folder with nothing but .jsonl or nothing but .parquet files is all of them; any other folder is its text
+    files (`read_corpus`).
+
+    Args:
+        path: a file or folder; None: this checkout's own text.
+        field: with the text or the conversation, where documents have fields.
+        tokenizer: None: bytes.
+        vocab_size: of the model.
+
+    Raises:
+        UserError: data that is not there, cannot be read, or has no document.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer ({tokenizer.name}) has {tokenizer.vocab_size:,} tokens, and the model a vocabulary of "
+            f"{vocab_size:,}: the model's must not be smaller"
+        )
+    root = default_folder() if path is None else Path(path).expanduser()
+    try:
+        source, files = _open_source(root, field)
+        if source is None:
+            corpus = read_corpus(path)
+            return Documents(Texts(corpus, root), tokenizer, vocab_size, corpus.digest(), str(corpus))
+        count = sum(source.blocks)
+        if count == 0:
+            raise UserError(f"--data {root} has no document in it: name data with something in it")
+        digest = _digest_of(files)
+    except OSError as error:
+        raise UserError(f"--data {root} cannot be read ({error.strerror}): name a readable file or folder") from None
+    blank = f"; left out: {source.blank} blank lines" if isinstance(source, JsonLines) and source.blank else ""
+    documents = Documents(
+        source, tokenizer, vocab_size, digest, f"{count:,} documents, {source.name} in {len(files)} files{blank}"
+    )
+    documents[0]  # a wrong field shows before ranks are started
+    return documents
+
+
+def _open_source(root: Path, field: str) -> tuple[Source | None, list[Path]]:
+    """The source of a path and its files; None for text."""
+    if root.is_dir():
+        if ((root / "state.json").is_file() and (root / "dataset_info.json").is_file()) or (
+            root / "dataset_dict.json"
+        ).is_file():
+            return OnDisk(root, field), sorted(root.glob("*.arrow")) or [root / "dataset_dict.json"]
+        files = sorted(path for path in root.iterdir() if path.is_file() and not path.name.startswith("."))
+        kinds = {path.suffix.lower() for path in files}
+        if len(kinds) != 1 or any(path.is_dir() for path in root.iterdir()):
+            return None, []
+        kind = kinds.pop()
+    else:
+        kind, files = root.suffix.lower(), [root]
+        if not root.is_file():
+            return None, []
+    if kind == ".jsonl":
+        return JsonLines(files, field), files
+    if kind == ".parquet":
+        return Parquet(files, field), files
+    if kind == ".bin" and root.is_file() and root.with_name(root.name + ".json").is_file():
+        return Tokens(root), files
+    return None, []
+
+
+class Texts:
+    """The documents of a corpus as a source."""
+
+    def __init__(self, corpus: Corpus, root: Path) -> None:
+        self.corpus, self.root, self.name = corpus, root, "text"
+        self.blocks = [len(corpus.documents)]
+
+    def __getitem__(self, index: int) -> str:
+        return self.corpus.documents[index].decode("utf-8")
+
+    def where(self, index: int) -> str:
+        return f"{self.root} document {index}"
+
+
+def _digest_of(files: list[Path]) -> int:
+    """63 bits of the sizes of files and of their first and last 64 KiB, without reading all of them."""
+    sha, most = hashlib.sha256(), 1 << 16
+    for path in files:
+        size = path.stat().st_size
+        sha.update(f"{path.name}/{size}/".encode())
+        with open(path, "rb") as file:
+            sha.update(file.read(most))
+            file.seek(max(0, size - most))
+            sha.update(file.read(most))
+    return int.from_bytes(sha.digest()[:8], "big") >> 1

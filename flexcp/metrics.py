@@ -1,6 +1,8 @@
 """One record a step: JSON lines in a file, a table or plain lines on the terminal."""
 
+import dataclasses
 import json
+import math
 import resource
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TypedDict
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flexcp.evaluate import Evaluation
 
 
 class Record(TypedDict):
@@ -54,6 +58,7 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if self.out is not None:
             self._file = open(self.out / "metrics.jsonl", "w", encoding="utf-8")
+            (self.out / "eval.jsonl").unlink(missing_ok=True)
         console = Console()
         if console.is_terminal and not self.quiet:
             columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn()
@@ -84,6 +89,25 @@ class Reporter:
             f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
             f"{record['memory_bytes'] / 2**20:,.0f} MiB"
         )
+        if self._progress is not None:
+            self._progress.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def add_evaluation(self, step: int, result: Evaluation) -> None:
+        """Takes the held-out loss after a step (from 1): a line in `OUT/eval.jsonl`, and one that is shown.
+
+        A bucket without tokens has no loss: its numbers are null.
+        """
+        if self.out is not None:
+            fields = {"step": step, **dataclasses.asdict(result)}
+            for part in (fields, *fields["buckets"]):
+                part.update({name: None for name in ("loss", "accuracy") if math.isnan(part[name])})
+            with open(self.out / "eval.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(fields) + "\n")
+        if self.quiet:
+            return
+        line = f"step {step}/{self.steps}  held out: {result}"
         if self._progress is not None:
             self._progress.console.print(line, highlight=False)
         else:

@@ -26,9 +26,9 @@ class RecallTask:
 
     seq_len: int  # S, tokens in a row
     batch: int  # B, rows in a step
-    num_keys: int = 8
+    num_keys: int = 4
     num_values: int = 4
-    num_pairs: int = 8  # in a row, of different keys
+    num_pairs: int = 4  # in a row, of different keys
     num_questions: int = 32  # the last tokens of a row
     seed: int = 0
 

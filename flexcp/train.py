@@ -23,13 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flexcp
 from flexcp import launch
 from flexcp.config import TrainConfig, check, check_world, parse, prepare_out
-from flexcp.data import IGNORE, Batch, Corpus, PackedRows, read_corpus
+from flexcp.data import IGNORE, Batch, Documents
 from flexcp.errors import UserError
 from flexcp.estimate import check_memory
+from flexcp.evaluate import Evaluation, evaluate
+from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs
 from flexcp.metrics import Record, Reporter, peak_memory_bytes
-from flexcp.models import Checkpoint, CheckpointError, Llama3, build, check_names, from_pretrained, save_pretrained
+from flexcp.models import CheckpointError, save_pretrained
 from flexcp.optim import AdamW, learning_rate, sum_gradients
-from flexcp.usermask import MaskSource, load_mask
+from flexcp.usermask import MaskSource
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return _rank_main(config, world or launch.World(), inputs)
 
 
-def check_all(config: TrainConfig, world: launch.World | None) -> tuple[Corpus, MaskSource]:
+def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
     """Everything that can be known to be wrong without a group: values, sizes, memory, data, mask, output
     folder.
 
@@ -83,14 +85,13 @@ def check_all(config: TrainConfig, world: launch.World | None) -> tuple[Corpus, 
         ranks.local_size,
         tokens,
     )
-    corpus = read_corpus(config.data)
-    mask = load_mask(config.mask)
-    mask.probe(PackedRows(corpus.documents, config.seq_len, config.batch, config.seed).batch(0).doc_ids)
+    inputs = read_inputs(config)
+    inputs.mask.probe(make_reader(config, inputs.train).next().doc_ids)
     prepare_out(config)
-    return corpus, mask
+    return inputs
 
 
-def _rank_main(config: TrainConfig, world: launch.World, inputs: tuple[Corpus, MaskSource]) -> int:
+def _rank_main(config: TrainConfig, world: launch.World, inputs: Inputs) -> int:
     """One rank, from the process group to its exit code."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world.local_size))
@@ -117,7 +118,7 @@ def run(
     mesh: DeviceMesh | None = None,
     *,
     device: torch.device | None = None,
-    inputs: tuple[Corpus, MaskSource] | None = None,
+    inputs: Inputs | None = None,
     verbose: bool = False,
     on_step: Callable[[torch.nn.Module, Record], None] | None = None,
 ) -> list[Record]:
@@ -140,22 +141,25 @@ def run(
     """
     check(config)
     check_world(config, 1 if mesh is None else mesh.size())
-    corpus, mask_source = inputs or (read_corpus(config.data), load_mask(config.mask))
+    inputs = inputs or read_inputs(config)
+    mask_source = inputs.mask
     out = prepare_out(config)
     if device is None:
         device = torch.device("cpu" if mesh is None else mesh.device_type)
     rank, group = (0, None) if mesh is None else (mesh.get_local_rank(), mesh.get_group())
-    _require_same_corpus(corpus, group, device)
+    for documents in (inputs.train, inputs.held_out):
+        if documents is not None:
+            _require_same_data(documents, group, device)
 
     model_config = config.model_config()
-    rows = PackedRows(corpus.documents, config.seq_len, config.batch, config.seed)
+    reader = make_reader(config, inputs.train)
     model = make_model(config, device)
     optimizer = AdamW(model, config.weight_decay)
     if rank == 0 and out is not None:
         (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     if verbose:
         print(config.to_yaml(), end="")
-        print(f"# data: {corpus}")
+        print(f"# data: {inputs.train}")
         print(
             f"# {config.model_name}: {model_config.num_params:,} parameters; {config.cp} x {device.type}",
             flush=True,
@@ -166,7 +170,7 @@ def run(
     with Reporter(out if rank == 0 else None, config.steps, config.log_every, quiet=not verbose) as reporter:
         for step in range(config.steps):
             began = time.perf_counter()
-            batch = rows.batch(step)
+            batch = reader.next()
             if plan is None or plan_varies:
                 plan = make_plan(config, mask_source, batch, mesh, device)
 
@@ -197,6 +201,12 @@ def run(
             reporter.add(record)
             if on_step is not None:
                 on_step(model, record)
+            if inputs.held_out is not None and is_due(step + 1, config):
+                plans = lambda batch: make_plan(config, mask_source, batch, mesh, device)  # noqa: E731
+                result = held_out_loss(config, model, inputs.held_out, plans, group)
+                reporter.add_evaluation(step + 1, result)
+    if verbose:
+        print(f"# read: {reader.summary()}", flush=True)
     if rank == 0 and out is not None:
         try:
             saved = save_pretrained(model, out / "model", origin=config.origin)
@@ -207,32 +217,21 @@ def run(
     return records
 
 
-def check_init(config: TrainConfig) -> None:
-    """Refuses an --init-from whose files are damaged or not of the model's shape, from their headers alone.
-
-    Raises:
-        UserError: naming the tensor or file.
-    """
-    try:
-        with Checkpoint(config.init_from) as checkpoint:
-            check_names(config.model_config(), checkpoint)
-    except CheckpointError as error:
-        raise UserError(f"--init-from {config.init_from}: {error}") from None
+def is_due(step: int, config: TrainConfig) -> bool:
+    """Whether a step, counted from 1, is one after which the held-out loss is taken."""
+    return step == config.steps or (config.eval_every > 0 and step % config.eval_every == 0)
 
 
-def make_model(config: TrainConfig, device: torch.device) -> Llama3:
-    """The model with its first weights: those of --init-from, or random ones.
-
-    Raises:
-        UserError: an --init-from that cannot be used.
-    """
-    shape = config.model_config()
-    if config.init_from is None:
-        return build(shape, seed=config.seed, dtype=config.torch_dtype, device=device)
-    try:
-        return from_pretrained(config.init_from, dtype=config.torch_dtype, device=device, config=shape)
-    except CheckpointError as error:
-        raise UserError(f"--init-from {config.init_from}: {error}") from None
+def held_out_loss(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    documents: Documents,
+    plans: Callable[[Batch], flexcp.Plan],
+    group: dist.ProcessGroup | None,
+) -> Evaluation:
+    """Of the first batches of the held-out documents, the same ones at every call."""
+    reader = make_reader(config, documents)
+    return evaluate(model, ((reader.next(), None) for _ in range(config.eval_batches)), plans, group)
 
 
 def make_plan(
@@ -300,11 +299,11 @@ def _reduced(value: float, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     return tensor.item()
 
 
-def _require_same_corpus(corpus: Corpus, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def _require_same_data(documents: Documents, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Ranks that read different files (another host, or a file written just now) would train on nonsense, silently."""
     if group is None:
         return
-    mine = torch.tensor([corpus.digest()], dtype=torch.int64, device=device)
+    mine = torch.tensor([documents.digest], dtype=torch.int64, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
     strangers = [rank for rank, digest in enumerate(everyones) if not torch.equal(digest, everyones[0])]

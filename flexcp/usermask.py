@@ -123,16 +123,16 @@ class _Witness(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        def strip(value):
+        def mark(value):
             if isinstance(value, _Witness):
                 value.__dict__["used"] = True
-                with torch._C.DisableTorchFunctionSubclass():
-                    return value.as_subclass(Tensor)
-            if isinstance(value, tuple | list):
-                return type(value)(strip(item) for item in value)
-            return value
+            elif isinstance(value, tuple | list):
+                for item in value:
+                    mark(item)
 
-        return func(*strip(args), **{name: strip(value) for name, value in (kwargs or {}).items()})
+        mark(args)
+        mark(tuple((kwargs or {}).values()))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _user_line(error: BaseException, file: str) -> tuple[BaseException, int] | None:
