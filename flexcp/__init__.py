@@ -13,6 +13,6 @@ if not (_Path(__file__).parent / "masks" / "__init__.py").exists():
 
 from flexcp.api import Plan, plan
 from flexcp.dispatch import bypass, context_parallel
+from flexcp.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["Plan", "bypass", "context_parallel", "plan"]
+__all__ = ["Plan", "__version__", "bypass", "context_parallel", "plan"]

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp import balance as balancing
 from flexcp import planner, sharding
+from flexcp.agreement import agree, mask_digest, table_digest
 from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
 from flexcp.comm import Link
 from flexcp.cost import CostModel
@@ -19,6 +20,7 @@ from flexcp.errors import unknown
 from flexcp.layout import Layout
 from flexcp.planner import Schedule
 from flexcp.table import Table, num_blocks, rows_of, table_of
+from flexcp.version import __version__
 
 Mask = BlockMask | MaskMod
 
@@ -58,7 +60,8 @@ def plan(
         cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
-        ValueError, TypeError: one sentence that says what was given, what is needed and what to do.
+        ValueError, TypeError: one sentence that says what was given, what is needed and what to do; on every rank where
+            the ranks of a group were given different things.
 
     >>> import flexcp
     >>> plan = flexcp.plan(lambda b, h, q, kv: q >= kv, seq_len=1000, mesh=2, rank=1, balance="contiguous")
@@ -80,6 +83,20 @@ def plan(
     if len(sizes) > 1:
         raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
     shared = _Shared(link, size, device)
+    if link is not None:
+        asked = {
+            "version": f"flexcp {__version__}, torch {torch.__version__}",
+            "seq_len": seq_len,
+            "masks": ", ".join(masks),
+            "block_size": sizes,
+            "batch": [source.batch for source in sources.values()],
+            "heads": [source.heads for source in sources.values()],
+            "mask": "; ".join(map(mask_digest, masks.values())),
+            "balance": balance,
+            "comm": comm,
+            "cost": cost or "default",
+        }
+        agree(link, asked, device)
     layout, comm = balancing.choose(
         balance,
         comm,
@@ -89,6 +106,10 @@ def plan(
         lambda: [shared.table(source) for source in sources.values()],
         cost or CostModel(),
     )
+    if link is not None:
+        tables = [table_digest(table) for table in shared.tables]
+        agree(link, {"classes of blocks": tables, "layout": layout, "comm": comm}, device)
+        link.counters.clear()
     schedules = {
         name: planner.build_schedule(source, layout, rank, comm, lambda source=source: shared.table(source), device)
         for name, source in sources.items()
@@ -105,6 +126,11 @@ class _Shared:
     def __init__(self, link: Link | None, size: int, device: torch.device) -> None:
         self.link, self.size, self.device = link if size > 1 else None, size, device
         self._tables: dict[int, Table] = {}
+
+    @property
+    def tables(self) -> list[Table]:
+        """Those that were needed so far, which are the same ones on every rank."""
+        return list(self._tables.values())
 
     def table(self, source: BlockSource) -> Table:
         if id(source) not in self._tables:

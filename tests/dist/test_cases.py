@@ -1,4 +1,4 @@
-"""Inputs that broke other systems (shared/cases.md, by number): equal to one device, or a sentence that says why not."""
+"""Inputs that broke other systems (shared/cases.md, by number): equal to one device, or a sentence saying why not."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def block_sizes(size) -> None:
     block_mask = create_block_mask(causal, None, None, 1024, 1024, device="cpu", BLOCK_SIZE=size)
     plan = flexcp.plan(block_mask, 1024, cp_mesh(), balance="head_tail")
     pair = (size, size) if isinstance(size, int) else size
-    assert plan.schedules["mask"].stages[0].block_mask.BLOCK_SIZE == pair
+    assert pair == plan.schedules["mask"].stages[0].block_mask.BLOCK_SIZE
     q, kv = index(1024)
     compare(plan, (q >= kv)[None, None])
 
