@@ -209,7 +209,7 @@ def field_of(fields: Any, field: str, where: str) -> Any:
     if not isinstance(fields, dict):
         raise UserError(f"{where} holds a {type(fields).__name__} and no object with {field!r}")
     if field not in fields:
-        names = ", ".join(map(str, list(fields)[:8])) or "none"
+        names = " ".join((", ".join(map(str, list(fields)[:8])) or "none").split())
         raise UserError(f"{where} has no {field!r} (it has {names[:200]}): name the field by --data-field")
     value = fields[field]
     if not isinstance(value, str | list):
