@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch._inductor
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import create_fw_bw_graph as _create_fw_bw_graph
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_operator
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE as WHOLE_SEQUENCE_BLOCK
@@ -56,6 +59,23 @@ def without_modes():
 def inside_functorch() -> bool:
     """True inside torch.func.grad, vmap, jvp and the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def no_saved_tensor_hooks():
+    """A context in which no saved-tensor hook (checkpointing, offload) is active; none may be pushed in it."""
+    return torch.autograd.graph.disable_saved_tensors_hooks("flexcp: no saved-tensor hooks here")
+
+
+def create_joint_graph(
+    score_mod: Callable[..., Tensor], index_values: tuple[Tensor, ...], buffers: tuple[Tensor, ...]
+) -> tuple[Callable[..., Tensor], Any]:
+    """torch's trace of a score_mod's gradient, for its backward operator."""
+    return _create_fw_bw_graph(score_mod, index_values, buffers)
+
+
+def inductor_compile(graph: torch.fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
+    """A graph of operators, compiled."""
+    return torch._inductor.compile(graph, arguments)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""One stage of attention on one device. On CPU it is the reference kernel of `kernel_cpu`."""
+"""One stage of attention on one device: compiled on a GPU (`kernel_gpu`), the reference on a CPU (`kernel_cpu`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp import kernel_cpu
+from flexcp import kernel_cpu, kernel_gpu
 from flexcp.planner import Stage
 
 
@@ -42,8 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: 
         out [B, H, L, Dv] and lse [B, H, L] (natural logarithm), both in the accumulation dtype. A row that sees
         nothing gives out 0 and lse -inf.
     """
-    _check_device(q)
-    return kernel_cpu.forward(q, k, v, stage, score, scale)
+    return _on(q).forward(q, k, v, stage, score, scale)
 
 
 def backward(
@@ -67,12 +67,14 @@ def backward(
     Returns:
         dq, dk, dv in the accumulation dtype and a gradient per buffer (None where none is wanted).
     """
-    _check_device(q)
-    return kernel_cpu.backward(q, k, v, out, lse, dout, dlse, stage, score, scale)
+    return _on(q).backward(q, k, v, out, lse, dout, dlse, stage, score, scale)
 
 
-def _check_device(q: Tensor) -> None:
-    if q.device.type != "cpu":
-        raise NotImplementedError(
-            f"flexcp computes on CPU so far, but q is on {q.device}; move the model and its inputs to the CPU"
-        )
+def _on(q: Tensor) -> ModuleType:
+    if q.device.type == "cpu":
+        return kernel_cpu
+    if q.device.type == "cuda":
+        return kernel_gpu
+    raise NotImplementedError(
+        f"flexcp computes on CUDA devices and CPUs, but q is on {q.device}; move it to one of them"
+    )
