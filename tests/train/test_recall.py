@@ -19,7 +19,7 @@ from tests.train import on_ranks_recall
 from tests.train.on_ranks import TINY, batch_of
 
 GetRanks = Callable[[int], Ranks]
-STEPS = 130
+STEPS = 100
 TASK = on_ranks_recall.TASK
 
 
