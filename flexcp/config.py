@@ -20,7 +20,7 @@ import yaml
 from flexcp import planner
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
-from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config
+from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
 from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
 
@@ -318,4 +318,8 @@ def prepare_out(config: TrainConfig) -> Path | None:
         raise UserError(
             f"--out {out} cannot be written to ({error.strerror}): name a folder that can be made or written"
         ) from None
+    try:
+        require_replaceable(out / "model")
+    except CheckpointError as error:
+        raise UserError(f"--out {out}, where the trained model will be put: {error}") from None
     return out

@@ -7,7 +7,7 @@ from flexcp.models.hf_names import from_hf, to_hf
 from flexcp.models.llama3 import Llama3, build
 from flexcp.models.pretrained import check_names, from_pretrained, load_weights
 from flexcp.models.safetensors_in import Checkpoint
-from flexcp.models.safetensors_out import save_pretrained
+from flexcp.models.safetensors_out import require_replaceable, save_pretrained
 
 __all__ = [
     "CONFIGS",
@@ -25,6 +25,7 @@ __all__ = [
     "get_config",
     "load_weights",
     "read_config",
+    "require_replaceable",
     "save_pretrained",
     "to_hf",
 ]

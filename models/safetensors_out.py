@@ -67,7 +67,7 @@ def save_pretrained(
     kept: dict[str, Any] = {}
     if origin is not None and (origin / "config.json").exists():
         kept = read_json(origin / "config.json", "model's config")
-    _require_replaceable(folder)
+    require_replaceable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -157,7 +157,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _require_replaceable(folder: Path) -> None:
+def require_replaceable(folder: Path) -> None:
+    """Refuses a place where `save_pretrained` would have to remove something else than a model.
+
+    Raises:
+        CheckpointError: a file, or a folder that holds files and no config.json.
+    """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds files, and no model to be replaced: name another folder")
     if folder.exists() and not folder.is_dir():

@@ -55,7 +55,10 @@ def test_a_folders_shape_with_random_weights(folder: Path) -> None:
 
 def test_what_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    (tmp_path / "o" / "model").mkdir(parents=True)
+    (tmp_path / "o" / "model" / "diary").touch()
     for config, words in (
+        (TrainConfig(out=str(tmp_path / "o"), seq_len=64), "holds files, and no model to be replaced"),
         (TrainConfig(model=str(tmp_path)), f"--model {tmp_path}: {tmp_path}/config.json: model_type is"),
         (TrainConfig(model=str(tmp_path / "x")), "unknown model"),
         (TrainConfig(init_from=str(tmp_path / "x")), "is no folder"),
