@@ -36,6 +36,7 @@ def plan(
     block_size: int | tuple[int, int] | None = None,
     balance: str = "auto",
     comm: str = "auto",
+    head_groups: int | None = None,
     cost: CostModel | None = None,
     device: torch.device | str | None = None,
 ) -> "Plan":
@@ -57,6 +58,10 @@ def plan(
             one whose slowest rank, at the larger of computation and communication, is the fastest.
         comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": exchange where it moves
             clearly less than gather.
+        head_groups: into how many groups of KV heads gather and exchange divide their work, so that the keys of the
+            next group arrive while one is computed; None: as many as the cost model finds best, or 1 where both layout
+            and comm are named. A number that does not divide the model's KV heads counts as its greatest divisor in
+            common with them.
         cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
@@ -94,10 +99,13 @@ def plan(
             "mask": "; ".join(map(mask_digest, masks.values())),
             "balance": balance,
             "comm": comm,
+            "head_groups": head_groups,
             "cost": cost or "default",
         }
         agree(link, asked, device)
-    layout, comm = balancing.choose(
+    if head_groups is not None and (isinstance(head_groups, bool) or head_groups < 1):
+        raise ValueError(f"head_groups is a number of groups of KV heads, at least 1, got {head_groups!r}")
+    layout, comm, groups = balancing.choose(
         balance,
         comm,
         seq_len,
@@ -105,13 +113,19 @@ def plan(
         sizes.pop(),
         lambda: [shared.table(source) for source in sources.values()],
         cost or CostModel(),
+        head_groups,
     )
+    if comm != "gather" and size > 1:
+        for source in sources.values():
+            shared.table(source)
     if link is not None:
         tables = [table_digest(table) for table in shared.tables]
-        agree(link, {"classes of blocks": tables, "layout": layout, "comm": comm}, device)
+        agree(link, {"classes of blocks": tables, "layout": layout, "comm": comm, "head_groups": groups}, device)
         link.counters.clear()
     schedules = {
-        name: planner.build_schedule(source, layout, rank, comm, lambda source=source: shared.table(source), device)
+        name: planner.build_schedule(
+            source, layout, rank, comm, lambda source=source: shared.table(source), device, groups
+        )
         for name, source in sources.items()
     }
     return Plan(layout, rank, comm, schedules, link, device)
@@ -224,7 +238,8 @@ class Plan:
         layout, rank, comm, device = self.layout, self.rank, self.comm, self.device
         some = next(iter(self.schedules.values())).source
         source = Everything(self.seq_len, some.block_size)
-        schedule = planner.build_schedule(source, layout, rank, comm, lambda: table_of(source, device), device)
+        groups = next(iter(self.schedules.values())).head_groups
+        schedule = planner.build_schedule(source, layout, rank, comm, lambda: table_of(source, device), device, groups)
         return Token(self, schedule, device)
 
     def shard(self, x: Tensor, dim: int = 1, pad: float | int | bool | None = None) -> Tensor:

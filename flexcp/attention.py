@@ -11,8 +11,10 @@ from torch import Tensor
 
 from flexcp import kernel
 from flexcp.comm import Link, Pending
+from flexcp.headgroups import HeadGroup, head_groups
 from flexcp.kernel import Score
 from flexcp.merge import merge
+from flexcp.movement import ExchangedGradients, Exchanging, GatheredGradients, Gathering, pack, unpack
 from flexcp.planner import Schedule, Stage
 
 
@@ -26,17 +28,21 @@ def forward(
     Returns:
         out [B, H, L, Dv] and lse [B, H, L], natural logarithm, in the accumulation dtype.
     """
-    out = lse = None
-    for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # by the first query head of the group
+    for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, link):
+        first = group.queries.start
         if stage.block_mask is not None:
-            partial = kernel.forward(q, k_stage, v_stage, stage, score, scale)
-            out, lse = partial if out is None or lse is None else merge(out, lse, *partial)
+            partial = kernel.forward(q[:, group.queries], k_stage, v_stage, stage, group.score(score), scale)
+            done[first] = merge(*done[first], *partial) if first in done else partial
         del k_stage, v_stage
-    if out is None or lse is None:
+    if not done:
         dtype = kernel.accumulation_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    return out, lse
+        return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    if len(done) == 1:
+        return done[0]
+    outs, lses = zip(*done.values())
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 def backward(
@@ -66,36 +72,43 @@ def backward(
         torch.zeros_like(x, dtype=dtype) if needed else None for x, needed in zip(score.buffers, score.needs_grad)
     ]
     keys = _KeyGradients(schedule, k, v, dtype, link)
-    for stage, k_stage, v_stage in _arrivals(schedule, k, v, link):
+    for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, link):
         dkv = None
         if stage.block_mask is not None:
+            heads = group.queries
+            dlse_group = None if dlse is None else dlse[:, heads]
             dq_stage, dk_stage, dv_stage, dbuffers_stage = kernel.backward(
-                q, k_stage, v_stage, out, lse, dout, dlse, stage, score, scale
+                q[:, heads],
+                k_stage,
+                v_stage,
+                out[:, heads],
+                lse[:, heads],
+                dout[:, heads],
+                dlse_group,
+                stage,
+                group.score(score),
+                scale,
             )
-            dq += dq_stage
+            dq[:, heads] += dq_stage
             dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
             dkv = dk_stage, dv_stage
-        keys.send_home(stage, dkv)
+        keys.send_home(group, stage, dkv)
         del k_stage, v_stage
     dk, dv = keys.collect()
     return dq, dk, dv, dbuffers
 
 
-def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[tuple[Stage, Tensor, Tensor]]:
+def _arrivals(
+    schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, link: Link
+) -> Iterator[tuple[HeadGroup, Stage, Tensor, Tensor]]:
     """Each stage with its keys and values; those of the next are on their way while the caller computes.
 
     The caller drops its references before it asks for the next stage, or three shards would be alive at once.
     """
     if link.size == 1:
-        yield schedule.stages[0], k, v
-    elif schedule.comm == "gather":
-        shards = _unpack(link.all_gather(_pack(k, v)), k, v)
-        yield schedule.stages[0], *(_side_by_side(x) for x in shards)
-    elif schedule.comm == "exchange":
-        (stage,) = schedule.stages
-        yield stage, *_fetch(stage, k, v, link)
-    else:
-        own = _pack(k, v)
+        yield _whole(schedule.stages[0], q, k), schedule.stages[0], k, v
+    elif schedule.comm == "ring":
+        own = pack(k, v)
 
         def start(stage: Stage) -> Pending:
             return link.shift(own, stage.send_to, own, stage.receive_from)
@@ -105,9 +118,23 @@ def _arrivals(schedule: Schedule, k: Tensor, v: Tensor, link: Link) -> Iterator[
             received = pending.wait()
             if following is not None:
                 pending = start(following)
-            arrived = (k, v) if received is None else _unpack(received, k, v)
-            yield stage, *arrived
+            arrived = (k, v) if received is None else unpack(received, k, v)
+            yield _whole(stage, q, k), stage, *arrived
             del received, arrived
+    else:
+        kind = Gathering if schedule.comm == "gather" else Exchanging
+        groups = head_groups(schedule, q.shape[1], k.shape[1])
+        moving = kind(groups[0], k, v, link)
+        for group, following in zip(groups, (*groups[1:], None)):
+            arrived = moving.wait()
+            if following is not None:
+                moving = kind(following, k, v, link)
+            yield group, group.stage, *arrived
+            del arrived
+
+
+def _whole(stage: Stage, q: Tensor, k: Tensor) -> HeadGroup:
+    return HeadGroup(slice(0, q.shape[1]), slice(0, k.shape[1]), stage)
 
 
 class _KeyGradients:
@@ -118,27 +145,26 @@ class _KeyGradients:
         self.link = link
         self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         self.pending: Pending | None = None
+        self.moving: tuple[HeadGroup, GatheredGradients | ExchangedGradients] | None = None
 
-    def send_home(self, stage: Stage, dkv: tuple[Tensor, Tensor] | None) -> None:
+    def send_home(self, group: HeadGroup, stage: Stage, dkv: tuple[Tensor, Tensor] | None) -> None:
         """Hands over one stage's gradients, by kernel layout of that stage; None where it computed nothing."""
         self._settle()
         if self.link.size == 1 or (self.comm == "ring" and stage.sources == (self.link.rank,)):
             if dkv is not None:
                 self.dk += dkv[0]
                 self.dv += dkv[1]
-        elif self.comm == "exchange":
-            assert dkv is not None
-            self.dk, self.dv = _bring_home(stage, *dkv, self.dk, self.link)
-        elif self.comm == "gather":
-            assert dkv is not None
-            shards = (_one_by_one(x, self.link.size) for x in dkv)
-            mine = self.link.reduce_scatter(torch.stack([_pack(*pair) for pair in zip(*shards)]))
-            self.dk, self.dv = _unpack(mine, self.dk, self.dv)
-        else:
+        elif self.comm == "ring":
             # The reverse of the way the keys came: back to their owner, and this rank's own back from its reader.
-            packed = None if dkv is None else _pack(*dkv)
-            like = _pack(self.dk, self.dv) if packed is None else packed
+            packed = None if dkv is None else pack(*dkv)
+            like = pack(self.dk, self.dv) if packed is None else packed
             self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
+        else:
+            assert dkv is not None
+            if self.comm == "exchange":
+                self.moving = group, ExchangedGradients(group, *dkv, self.dk, self.link)
+            else:
+                self.moving = group, GatheredGradients(group, *dkv, self.link)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         self._settle()
@@ -148,81 +174,13 @@ class _KeyGradients:
         received = self.pending.wait() if self.pending is not None else None
         self.pending = None
         if received is not None:
-            dk, dv = _unpack(received, self.dk, self.dv)
+            dk, dv = unpack(received, self.dk, self.dv)
             self.dk += dk
             self.dv += dv
-
-
-def _fetch(stage: Stage, k: Tensor, v: Tensor, link: Link) -> tuple[Tensor, Tensor]:
-    """Keys and values of the stage's blocks: this rank's own, and those that others send: [B, G, N, D]."""
-    exchange = stage.exchange
-    assert exchange is not None
-    batch, groups, length, dim = k.shape
-    routes = exchange.routes(groups, k.device)
-    own = _rows(torch.cat([k, v], dim=-1), exchange.block_size)
-    blocks = length // exchange.block_size
-    buffer = own.new_zeros(groups, exchange.slots, own.shape[1])
-    buffer[:, :blocks] = own.unflatten(0, (groups, blocks))
-    if not exchange.silent:
-        received = link.all_to_all(own[routes.send_rows], routes.send_counts, routes.receive_counts)
-        buffer.flatten(0, 1)[routes.receive_rows] = received
-    k_stage, v_stage = _unrows(buffer, batch, exchange.block_size).split([dim, v.shape[3]], dim=-1)
-    return k_stage, v_stage
-
-
-def _bring_home(stage: Stage, dk: Tensor, dv: Tensor, like: Tensor, link: Link) -> tuple[Tensor, Tensor]:
-    """The adjoint of `_fetch`: every rank's gradients of this rank's rows, added in rank order."""
-    exchange = stage.exchange
-    assert exchange is not None
-    batch, groups, length, dim = like.shape
-    routes = exchange.routes(groups, dk.device)
-    blocks = length // exchange.block_size
-    rows = _rows(torch.cat([dk, dv], dim=-1), exchange.block_size)
-    own = rows.unflatten(0, (groups, exchange.slots))[:, :blocks].flatten(0, 1)
-    total = torch.zeros_like(own)
-    parts, targets = (), ()
-    if not exchange.silent:
-        received = link.all_to_all(rows[routes.receive_rows], routes.receive_counts, routes.send_counts)
-        parts, targets = received.split(routes.send_counts), routes.send_rows.split(routes.send_counts)
-    for rank in range(link.size):
-        if rank == link.rank:
-            total += own
-        elif parts and parts[rank].shape[0]:
-            # A row occurs once in what one rank sends, so the order of additions is that of the ranks.
-            total[targets[rank]] += parts[rank]
-    dkv = _unrows(total.unflatten(0, (groups, blocks)), batch, exchange.block_size)
-    return dkv[..., :dim].contiguous(), dkv[..., dim:].contiguous()
-
-
-def _rows(x: Tensor, block_size: int) -> Tensor:
-    """[B, G, L, D] -> [G * L / block_size, B * block_size * D], a row for each block of a head."""
-    return x.unflatten(2, (-1, block_size)).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
-
-
-def _unrows(rows: Tensor, batch: int, block_size: int) -> Tensor:
-    """The inverse of `_rows` on [G, L / block_size, B * block_size * D]."""
-    return rows.unflatten(2, (batch, block_size, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
-
-
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """One flat buffer, keys first."""
-    return torch.cat([k.flatten(), v.flatten()])
-
-
-def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_pack` along the last dimension; any leading ones stay."""
-    keys, values = kv.split([k.numel(), v.numel()], dim=-1)
-    return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
-
-
-def _side_by_side(shards: Tensor) -> Tensor:
-    """[cp_size, B, G, L, D] -> [B, G, cp_size * L, D]."""
-    return shards.movedim(0, 2).flatten(2, 3)
-
-
-def _one_by_one(x: Tensor, cp_size: int) -> Tensor:
-    """The inverse of `_side_by_side`."""
-    return x.unflatten(2, (cp_size, -1)).movedim(2, 0)
+        if self.moving is not None:
+            group, moving = self.moving
+            self.moving = None
+            self.dk[:, group.keys], self.dv[:, group.keys] = moving.wait()
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:

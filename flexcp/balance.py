@@ -49,8 +49,9 @@ def choose(
     block_size: tuple[int, int],
     tables: Callable[[], Sequence[Table]],
     model: CostModel,
-) -> tuple[Layout, str]:
-    """The layout and the kind of communication.
+    head_groups: int | None = None,
+) -> tuple[Layout, str, int]:
+    """The layout, the kind of communication and the number of head groups.
 
     Args:
         balance: one of BALANCES; "auto": the layout whose slowest rank, at the larger of computation and communication,
@@ -58,13 +59,14 @@ def choose(
         comm: "auto": `exchange` where it moves clearly less than `gather`.
         tables: what each mask lets every query block see. Not asked where nothing depends on it; every rank must get
             the same.
+        head_groups: None: as many as `CostModel.head_groups` finds best, where the tables are asked at all; else 1.
     """
     align = math.lcm(*block_size)
     if cp_size == 1:
         balance = "contiguous" if balance == "auto" else balance
         comm = "gather" if comm == "auto" else comm
     if balance in LAYOUTS and comm != "auto":
-        return LAYOUTS[balance](seq_len, cp_size, align), comm
+        return LAYOUTS[balance](seq_len, cp_size, align), comm, head_groups or 1
     seen = tables()
     # The traffic of exchange decides the layout where the kind is open, as it is never more than that of gather.
     kind = "exchange" if comm == "auto" else comm
@@ -78,7 +80,9 @@ def choose(
     if comm == "auto":
         moved = {kind: evaluate(layout, kind, seen, model).kv_rows.max() for kind in ("exchange", "gather")}
         comm = "exchange" if moved["exchange"] < _CLEARLY_LESS * moved["gather"] else "gather"
-    return layout, comm
+    if head_groups is None:
+        head_groups = 1 if comm == "ring" else model.head_groups(evaluate(layout, comm, seen, model).cost)
+    return layout, comm, head_groups
 
 
 def best(some: Sequence[Candidate]) -> Candidate:

@@ -91,26 +91,36 @@ class Link:
             total += part
         return total
 
-    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    def start_all_gather(self, x: Tensor) -> Pending:
+        """As `all_gather` of a contiguous x, awaited later."""
+        out = x.new_empty(self.size, *x.shape)
+        self.counters._arrive(out)
+        work = _all_gather_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        self._count_collective(x.numel() * x.element_size() * (self.size - 1))
+        return Pending(out, x, [work])
+
+    def start_all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Pending:
         """Rows for every rank out, rows from every rank in, both in rank order; not for a rank that is alone.
 
         Args:
             rows: [sum(send_counts), n], contiguous.
         Returns:
-            [sum(receive_counts), n]
+            what gives [sum(receive_counts), n] when awaited.
         """
         received = rows.new_empty(sum(receive_counts), rows.shape[1])
         self.counters._arrive(received)
         # As bytes, since gloo does not know every dtype.
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received.view(torch.uint8),
-            rows.contiguous().view(torch.uint8),
+            rows.view(torch.uint8),
             list(receive_counts),
             list(send_counts),
             group=self.group,
+            async_op=True,
         )
-        self._count_collective(rows.numel() * rows.element_size())
-        return received
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._count_collective((sum(send_counts) - send_counts[self.rank]) * row_bytes)
+        return Pending(received, rows, [work])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, in x's dtype, added in rank order."""

@@ -18,6 +18,7 @@ from flexcp.errors import unknown
 
 # Matrix products of attention over one (query, key) pair: 2 forward, 5 backward, each a multiply-add per element.
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
+_LEAST_LATENCY_US = 20.0  # of starting a group: a collective and a kernel
 _GRADIENT_BYTES = 4  # gradients of keys and values travel in fp32
 
 
@@ -125,6 +126,16 @@ class CostModel:
             flops * _BACKWARD_FLOPS / (self.device.backward_tflops * 1e12),
             (kv_bytes + gradient_bytes) / rate + 2 * latency_s,
         )
+
+    def head_groups(self, cost: Cost) -> int:
+        """Into how many groups of KV heads to divide the work, so that one group's keys arrive behind another's work.
+
+        With n groups all but 1 / n of the shorter of the two hides; each group costs latency of its own.
+        """
+        shorter = float(np.minimum(cost.compute_s, cost.comm_s).max())
+        launch_s = max(self.device.latency_us, _LEAST_LATENCY_US) * 1e-6
+        divisors = [n for n in range(1, self.shape.num_kv_heads + 1) if self.shape.num_kv_heads % n == 0]
+        return min(divisors, key=lambda n: shorter / n + n * launch_s)
 
 
 def calibrated(name: str, kernel: str, seq_len: int, link_gb_s: float | None = None) -> Device:

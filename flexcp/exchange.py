@@ -50,7 +50,7 @@ class Exchange:
     block_size: int
     needs: np.ndarray
     slots: int
-    _routes: dict[tuple[int, torch.device], Routes] = field(default_factory=dict, repr=False)
+    _routes: dict[tuple[int, torch.device, int, int], Routes] = field(default_factory=dict, repr=False)
 
     @property
     def silent(self) -> bool:
@@ -58,15 +58,14 @@ class Exchange:
         between = np.logical_or.reduce(self.needs, axis=(0, 3))
         return not np.any(between & ~np.eye(len(between), dtype=bool))
 
-    def routes(self, groups: int, device: torch.device) -> Routes:
-        """The rows for `groups` KV heads; kept, since every layer asks."""
-        key = groups, device
+    def routes(self, groups: int, device: torch.device, some: slice) -> Routes:
+        """The rows for some of `groups` KV heads, numbered from the first of them; kept, since every layer asks."""
+        key = groups, device, some.start, some.stop
         if key not in self._routes:
-            self._routes[key] = self._make(groups, device)
+            self._routes[key] = self._make(needs_of_groups(self.needs, groups)[some], device)
         return self._routes[key]
 
-    def _make(self, groups: int, device: torch.device) -> Routes:
-        needs = needs_of_groups(self.needs, groups)
+    def _make(self, needs: np.ndarray, device: torch.device) -> Routes:
         rank, blocks = self.rank, needs.shape[3]
         others = [other for other in range(needs.shape[1]) if other != rank]
         slot_of = np.cumsum(received(self.needs, rank).ravel()).reshape(-1, blocks) - 1 + blocks

@@ -86,7 +86,7 @@ def make_report(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     blocks = args.block_size, args.block_size
     tables = [table_of(source_of(mask, seq_len, blocks, config.num_heads), torch.device("cpu")) for mask in made]
-    layout, comm = balance.choose("auto", "auto", seq_len, args.cp, blocks, lambda: tables, model)
+    layout, comm, groups = balance.choose("auto", "auto", seq_len, args.cp, blocks, lambda: tables, model)
     planning_s = time.perf_counter() - start
     rows = []
     for candidate in balance.candidates(seq_len, args.cp, args.block_size, tables):
@@ -105,7 +105,7 @@ def make_report(args: argparse.Namespace) -> dict:
         "backward_tflops": model.device.backward_tflops,
         "link_gb_s": model.device.bytes_per_s(args.cp) / 1e9,
         "planning_s": planning_s,
-        "chosen": {"layout": layout.name, "comm": comm},
+        "chosen": {"layout": layout.name, "comm": comm, "head_groups": groups},
         "plans": rows,
         "_mask": made[0],
         "_layout": layout,
@@ -208,8 +208,8 @@ def show(report: dict, console: Console) -> None:
     console.print(table)
     chosen = report["chosen"]
     console.print(
-        f"-> {chosen['layout']} over {chosen['comm']}, chosen in {report['planning_s']:.2f} s; received: the most of "
-        f"any rank, bf16; of all KV: the mean; ms: the slowest rank of one layer",
+        f"-> {chosen['layout']} over {chosen['comm']} in {chosen['head_groups']} head groups, chosen in "
+        f"{report['planning_s']:.2f} s; received: the most of any rank, bf16; of all KV: the mean; ms: slowest rank",
         markup=False,
         highlight=False,
     )

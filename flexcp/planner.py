@@ -6,7 +6,7 @@ over the blocks that its queries see.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class Schedule:
         comm: one of COMMS.
         stages: in order of execution.
         source: the mask that they were made from.
+        head_groups: into how many groups of KV heads `gather` and `exchange` divide their work; groups: see
+            `headgroups`.
     """
 
     layout: Layout
@@ -62,6 +64,8 @@ class Schedule:
     comm: str
     source: BlockSource
     stages: tuple[Stage, ...]
+    head_groups: int = 1
+    groups: dict[tuple[int, int], list] = field(default_factory=dict, repr=False)
 
 
 def build_schedule(
@@ -71,6 +75,7 @@ def build_schedule(
     comm: str,
     table: Callable[[], Table],
     device: torch.device,
+    head_groups: int = 1,
 ) -> Schedule:
     """The stages of one rank.
 
@@ -83,7 +88,7 @@ def build_schedule(
         stages = _ring_stages(source, layout, rank, sees(table(), layout), device)
     else:
         stages = _exchange_stages(source, layout, rank, table(), device)
-    return Schedule(layout, rank, comm, source, stages)
+    return Schedule(layout, rank, comm, source, stages, head_groups)
 
 
 def sees(table: Table, layout: Layout) -> np.ndarray:

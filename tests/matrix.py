@@ -43,12 +43,12 @@ AXES = {
         "block_sparse",
         "dead_rows",
     ),
-    "comm": ("gather", "ring", "exchange"),
+    "comm": ("gather", "ring", "exchange", "gather*4", "exchange*2"),  # *n: in n groups of KV heads
     "balance": ("contiguous", "head_tail", "per_document", "ptrr", "min_heap", "affinity"),
     "cp": (1, 2, 3, 4),
     "gqa": (1, 4),
     "seq_len": (384, 500, 1000, 1024, 129),
-    "score": ("none", "distance", "bias", "window_by_inf"),
+    "score": ("none", "distance", "bias", "window_by_inf", "slope_by_head"),
 }
 assert tuple(AXES) == tuple(f.name for f in fields(Case))
 
@@ -164,6 +164,8 @@ def score_mod(name: str, bias: Tensor):
         return lambda s, b, h, q, kv: s + bias[(q - kv).abs()]
     if name == "window_by_inf":
         return lambda s, b, h, q, kv: torch.where((q - kv).abs() < 64, s, -float("inf"))
+    if name == "slope_by_head":
+        return lambda s, b, h, q, kv: s - (q - kv).abs() * 0.02 * (h + 1)
     raise KeyError(name)
 
 
@@ -175,6 +177,7 @@ def dense_score(name: str, seq_len: int):
         "distance": lambda s, bias: s - distance * 0.05,
         "bias": lambda s, bias: s + bias[distance],
         "window_by_inf": lambda s, bias: torch.where(distance < 64, s, -torch.inf),
+        "slope_by_head": lambda s, bias: s - distance * 0.02 * torch.arange(1, HEADS + 1)[:, None, None],
     }[name]
 
 
@@ -209,7 +212,9 @@ def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same, computed by flexcp on this rank's group and put together; on every rank."""
     mask, more = flexcp_mask(case.mask, case.seq_len)
     mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
-    plan = flexcp.plan(mask, case.seq_len, mesh, comm=case.comm, balance=case.balance, **more)
+    comm, _, groups = case.comm.partition("*")
+    more |= {"comm": comm, "balance": case.balance, "head_groups": int(groups or 1)}
+    plan = flexcp.plan(mask, case.seq_len, mesh, **more)
     x = {k: t.to(dtype) for k, t in inputs(_batch(case.mask), HEADS // case.gqa, case.seq_len).items()}
     q, k, v, dout, dlse = (plan.shard(x[name], dim=2) for name in ("q", "k", "v", "dout", "dlse"))
     leaves = [t.requires_grad_() for t in (q, k, v, x["bias"])]

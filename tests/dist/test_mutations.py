@@ -5,8 +5,8 @@ from unittest.mock import patch
 
 import pytest
 
-from flexcp import attention, planner
-from flexcp.comm import Link
+from flexcp import headgroups, movement, planner
+from flexcp.comm import Link, Pending
 from flexcp.exchange import Exchange
 from tests import matrix
 
@@ -38,33 +38,45 @@ def without_reduction_of_captured_gradients():
 
 
 def without_reduction_of_key_gradients():
-    real = Link.reduce_scatter
-    return patch.object(Link, "reduce_scatter", lambda self, x: real(self, x) * 0 + x[self.rank])
+    return patch.object(Pending, "wait", _only_the_first_part(Pending.wait))
+
+
+def _only_the_first_part(real):
+    def faulty(self):
+        received = real(self)
+        if received is not None and received.dim() == 2 and received.shape[0] == 2:
+            received[1] = 0
+        return received
+
+    return faulty
 
 
 def without_reverse_exchange():
-    real = attention._bring_home
+    real = movement.ExchangedGradients.wait
 
-    def faulty(stage, dk, dv, like, link):
-        with patch.object(
-            Link, "all_to_all", lambda self, rows, send, receive: rows.new_zeros(sum(receive), *rows.shape[1:])
-        ):
-            return real(stage, dk, dv, like, link)
+    def faulty(self):
+        self.pending = None
+        return real(self)
 
-    return patch.object(attention, "_bring_home", faulty)
+    return patch.object(movement.ExchangedGradients, "wait", faulty)
 
 
 def with_received_blocks_in_the_wrong_slots():
     real = Exchange.routes
 
-    def faulty(self, groups, device):
-        routes = real(self, groups, device)
+    def faulty(self, *args):
+        routes = real(self, *args)
         return dataclasses.replace(routes, receive_rows=routes.receive_rows.flip(0))
 
     return patch.object(Exchange, "routes", faulty)
 
 
+def without_the_offset_of_a_head_group():
+    return patch.object(headgroups.HeadGroup, "score", lambda self, score: score)
+
+
 FAULTS = {
+    "head_offset": (without_the_offset_of_a_head_group, "gather*4"),
     "reverse_exchange": (without_reverse_exchange, "exchange"),
     "receive_rows": (with_received_blocks_in_the_wrong_slots, "exchange"),
     "last_ring_step": (without_last_ring_step, "ring"),
@@ -86,10 +98,12 @@ def errs(fault: str, case: matrix.Case) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_noticed(ranks, fault: str) -> None:
-    case = matrix.Case("causal", FAULTS[fault][1], "head_tail", 2, 4, 500, "bias")
+    gqa, score = (1, "slope_by_head") if fault == "head_offset" else (4, "bias")
+    case = matrix.Case("causal", FAULTS[fault][1], "head_tail", 2, gqa, 500, score)
     assert ranks(2).run(errs, fault, case)[0]
 
 
 def test_without_a_fault_the_same_cases_pass(ranks) -> None:
     for comm in ("ring", "gather", "exchange"):
         ranks(2).run(matrix.check, matrix.Case("causal", comm, "head_tail", 2, 4, 500, "bias"))
+    ranks(2).run(matrix.check, matrix.Case("causal", "gather*4", "head_tail", 2, 1, 500, "slope_by_head"))

@@ -155,7 +155,7 @@ def test_affinity_is_no_worse_than_the_placement_table(column: str) -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 def test_auto_beats_every_simple_rule(column: str, seed: int) -> None:
     seen = tables(COLUMNS[column][0](seed), S)
-    chosen, _ = balance.choose("auto", "exchange", S, CP, (128, 128), lambda: seen, JUDGE)
+    chosen, *_ = balance.choose("auto", "exchange", S, CP, (128, 128), lambda: seen, JUDGE)
     auto = judged(chosen, seen).cost.forward_s
     rules = ("contiguous", "head_tail", "ptrr", "min_heap")
     times = {name: judged(balance.make(name, S, CP, 128, seen), seen).cost.forward_s for name in rules}

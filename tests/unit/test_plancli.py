@@ -43,7 +43,11 @@ def test_every_layout_over_every_comm_and_the_choice_of_flexcp_plan(capsys, tmp_
     both = masks.causal() & masks.document(ids)
     model = cost.CostModel(cost.Shape(4, 2, 32), cost.calibrated("h200", "flash", 4096))
     plan = flexcp.plan(both, 4096, 2, cost=model)
-    assert told["chosen"] == {"layout": plan.layout.name, "comm": plan.comm}
+    assert told["chosen"] == {
+        "layout": plan.layout.name,
+        "comm": plan.comm,
+        "head_groups": plan.schedules["mask"].head_groups,
+    }
 
 
 def test_table_and_drawing(capsys, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Attention in groups of KV heads, so that the keys of the next group arrive while this one is computed.
+
+Groups do not interact: nothing is merged and no number changes. Masks and scores keep seeing global head numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.blockmask import BlockSource, MaskMod, block_classes, local_block_mask
+from flexcp.kernel import Score
+from flexcp.planner import Schedule, Stage
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some KV heads with their query heads.
+
+    Attributes:
+        queries, keys: the query and the KV heads.
+        stage: the schedule's stage for these heads alone.
+    """
+
+    queries: slice
+    keys: slice
+    stage: Stage
+
+    def score(self, score: Score) -> Score:
+        """The same score for tensors that hold only this group's heads."""
+        first = self.queries.start
+        if not first or score.function is None:
+            return score
+        function = score.function
+
+        def shifted(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *buffers: Any) -> Tensor:
+            # The offset is a tensor: as a number it would make every group a program of its own.
+            return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
+
+        offset = torch.tensor(first, dtype=torch.int32, device=self.stage.q_start.device)
+        without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
+        return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))
+
+
+def head_groups(schedule: Schedule, num_heads: int, num_kv_heads: int) -> list[HeadGroup]:
+    """The groups of a schedule that is one stage; kept with it, since every layer asks."""
+    groups = math.gcd(schedule.head_groups, num_kv_heads)
+    (stage,) = schedule.stages
+    if groups == 1:
+        return [HeadGroup(slice(0, num_heads), slice(0, num_kv_heads), stage)]
+    key = num_heads, num_kv_heads
+    if key not in schedule.groups:
+        schedule.groups[key] = _make(schedule.source, stage, num_heads, num_kv_heads, groups)
+    return schedule.groups[key]
+
+
+def _make(source: BlockSource, stage: Stage, num_heads: int, num_kv_heads: int, groups: int) -> list[HeadGroup]:
+    made = []
+    for i in range(groups):
+        queries, keys = (slice(i * n // groups, (i + 1) * n // groups) for n in (num_heads, num_kv_heads))
+        made.append(HeadGroup(queries, keys, _stage_of(source, stage, queries)))
+    return made
+
+
+def _stage_of(source: BlockSource, stage: Stage, queries: slice) -> Stage:
+    if source.heads == 1 or stage.block_mask is None:
+        return stage
+    device = stage.q_start.device
+    shifted = copy.copy(source)
+    shifted.heads = queries.stop - queries.start
+    shifted.mask_mod = _shifted(source.mask_mod, torch.tensor(queries.start, dtype=torch.int32, device=device))
+    classes = block_classes(stage.block_mask)[:, queries]
+    return replace(
+        stage,
+        block_mask=local_block_mask(shifted, classes, stage.q_start, stage.kv_start),
+        mask_mod=shifted.global_mask_mod(device),
+    )
+
+
+def _shifted(mask_mod: MaskMod, first: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return mask_mod(b, h + first, q, kv)
+
+    return shifted
