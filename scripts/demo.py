@@ -27,7 +27,7 @@ def train(cp: int, comm: str) -> list[float]:
     """The loss of each step; the trainer has refused any that is not finite."""
     out = OUT / f"cp-{cp}-{comm}"
     command = [sys.executable, "-m", "flexcp.train", *FLAGS, "--cp", str(cp), "--comm", comm, "--out", str(out)]
-    # flexcp has no GPU kernel yet, so the trainer is not shown any GPU.
+    # On the CPU everywhere, in fp32 as the limit of the comparison supposes: the trainer is not shown any GPU.
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
     )
