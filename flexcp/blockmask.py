@@ -106,9 +106,11 @@ class BlockSource:
         mask_mod = self.mask_mod
 
         def global_mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            # A mask's captured tables end with the sequence, so padding asks for its last token.
-            seen = mask_mod(b, h, torch.minimum(q, last), torch.minimum(kv, last))
-            return (q < seq_len) & (kv < seq_len) & seen
+            q_real, kv_real = q < seq_len, kv < seq_len
+            # A mask's captured tables end with the sequence, so padding asks for its last token. (FLASH, in
+            # torch 2.11, knows `where` but not `minimum`.)
+            seen = mask_mod(b, h, torch.where(q_real, q, last), torch.where(kv_real, kv, last))
+            return q_real & kv_real & seen
 
         return global_mask_mod
 

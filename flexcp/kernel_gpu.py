@@ -1,4 +1,4 @@
-"""The compiled kernel: torch's flex_attention operators, forward and backward, on Triton or FlashAttention-4.
+"""The compiled kernel: torch's flex_attention operators, forward and backward, on Triton.
 
 A *program* is one operator compiled for one mask code, one score code, and the shapes, strides and dtypes of its
 inputs. Whatever masks and scores capture are inputs, too, so that new documents or a new layout are new data for an
@@ -6,12 +6,11 @@ old program. The operators are traced with make_fx and handed to inductor, since
 operator by itself (torch 2.11). The unfused path, which would materialise all scores, is never taken.
 """
 
-import importlib.util
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,20 +55,19 @@ class _Function:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float) -> tuple[Tensor, Tensor]:
     """See `flexcp.kernel.forward`; out comes rounded to q's dtype, lse is fp32."""
-    backend = _backend(q, score, dlse=None)
     mask, modified = _functions(stage, score, q)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
         out, lse, _ = compat.flex_operator(
-            q, k, v, modified.call, block_mask, scale, _options(backend, modified), score_tensors, mask_tensors
+            q, k, v, modified.call, block_mask, scale, _options(modified), score_tensors, mask_tensors
         )
         return out, lse
 
     arguments = (q, k, v, *_block_tensors(stage), *modified.tensors, *mask.tensors)
-    key = ("forward", backend, mask.code, modified.code, scale, stage.block_mask.BLOCK_SIZE)
+    key = ("forward", mask.code, modified.code, scale, stage.block_mask.BLOCK_SIZE)
     out, lse = _run(key, lambda: attend, arguments)
-    return out, lse if backend == "FLASH" else lse * _LN2
+    return out, lse * _LN2
 
 
 def backward(
@@ -85,11 +83,13 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """See `flexcp.kernel.backward`; dq, dk and dv come rounded to the inputs' dtype, in fp32."""
-    backend = _backend(q, score, dlse)
     mask, modified = _functions(stage, score, q)
     needs_grad = (*score.needs_grad, *[False] * (len(modified.tensors) - len(score.needs_grad)))
 
-    def pull_back(joint, q, k, v, out, lse, dout, dlse, *tensors: Tensor):
+    given = () if dlse is None else (dlse,)
+
+    def pull_back(joint, q, k, v, out, lse, dout, *tensors: Tensor):
+        dlse, tensors = (tensors[0], tensors[1:]) if given else (torch.zeros_like(lse), tensors)
         block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
         dq, dk, dv, dbuffers = compat.flex_backward_operator(
             q,
@@ -103,7 +103,7 @@ def backward(
             joint,
             block_mask,
             scale,
-            _options(backend, modified),
+            _options(modified),
             score_tensors,
             mask_tensors,
         )
@@ -112,11 +112,10 @@ def backward(
     def make() -> Callable[..., Any]:
         return partial(pull_back, _joint_graph(modified, needs_grad, q))
 
-    # The operators' own lse is a logarithm to the base 2, but FLASH's is natural.
-    unit = 1.0 if backend == "FLASH" else _LN2
-    dlse = torch.zeros_like(lse) if dlse is None else dlse * unit
-    arguments = (q, k, v, out, lse / unit, dout, dlse, *_block_tensors(stage), *modified.tensors, *mask.tensors)
-    key = ("backward", backend, mask.code, modified.code, needs_grad, scale, stage.block_mask.BLOCK_SIZE)
+    # The operators' own lse is a logarithm to the base 2.
+    given = tuple(x * _LN2 for x in given)
+    arguments = (q, k, v, out, lse / _LN2, dout, *given, *_block_tensors(stage), *modified.tensors, *mask.tensors)
+    key = ("backward", mask.code, modified.code, needs_grad, bool(given), scale, stage.block_mask.BLOCK_SIZE)
     dq, dk, dv, *rest = _run(key, make, arguments)
     grads = iter(rest)
     return dq.float(), dk.float(), dv.float(), [next(grads).float() if needed else None for needed in score.needs_grad]
@@ -201,11 +200,11 @@ def _arguments(stage: Stage, tensors: tuple[Tensor, ...], score: _Function, mask
     return block_mask.as_tuple(), tuple(rest[:count]), tuple(rest[count:])
 
 
-def _options(backend: str, score: _Function) -> dict[str, Any]:
+def _options(score: _Function) -> dict[str, Any]:
     # Triton pipelines the loads of a score's tables, too, and with its usual three stages they overflow shared memory.
     pipelining = {"num_stages": 1} if score.tensors else {}
     return pipelining | {
-        "BACKEND": backend,
+        "BACKEND": "TRITON",
         "PRESCALE_QK": False,
         "ROWS_GUARANTEED_SAFE": False,
         "BLOCKS_ARE_CONTIGUOUS": False,
@@ -213,19 +212,6 @@ def _options(backend: str, score: _Function) -> dict[str, Any]:
         "OUTPUT_LOGSUMEXP": True,
         "OUTPUT_MAX": False,
     }
-
-
-def _backend(q: Tensor, score: "Score", dlse: Tensor | None) -> str:
-    """FLASH where it is installed and can do what the call needs, else TRITON."""
-    able = q.dtype in (torch.float16, torch.bfloat16) and score.function is None and dlse is None
-    return (
-        "FLASH" if able and _flash_is_installed() and torch.cuda.get_device_capability(q.device)[0] >= 9 else "TRITON"
-    )
-
-
-@cache
-def _flash_is_installed() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "cutlass"))
 
 
 _programs: dict[tuple, Callable[..., Any]] = {}
