@@ -38,6 +38,7 @@ def plan(
     comm: str = "auto",
     head_groups: int | None = None,
     cost: CostModel | None = None,
+    like: "Plan | None" = None,
     device: torch.device | str | None = None,
 ) -> "Plan":
     """Decides which rank holds which part of the sequence and what it receives when, from the mask alone.
@@ -63,6 +64,9 @@ def plan(
             and comm are named. A number that does not divide the model's KV heads counts as its greatest divisor in
             common with them.
         cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
+        like: the plan of an earlier step over the same length and group, for a mask that changes from step to step
+            (packed documents): kind of communication and head groups stay its own, and no buffer becomes smaller, so
+            that shapes hardly ever change.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
         ValueError, TypeError: one sentence that says what was given, what is needed and what to do; on every rank where
@@ -87,6 +91,10 @@ def plan(
     sizes = {source.block_size for source in sources.values()}
     if len(sizes) > 1:
         raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
+    if like is not None:
+        _check_like(like, seq_len, size, list(masks))
+        comm = like.comm if comm == "auto" else comm
+        head_groups = head_groups or next(iter(like.schedules.values())).head_groups
     shared = _Shared(link, size, device)
     if link is not None:
         asked = {
@@ -124,7 +132,14 @@ def plan(
         link.counters.clear()
     schedules = {
         name: planner.build_schedule(
-            source, layout, rank, comm, lambda source=source: shared.table(source), device, groups
+            source,
+            layout,
+            rank,
+            comm,
+            lambda source=source: shared.table(source),
+            device,
+            groups,
+            0 if like is None else like.schedules[name].slots,
         )
         for name, source in sources.items()
     }
@@ -291,6 +306,15 @@ def _group(mesh: DeviceMesh | int, rank: int | None) -> tuple[Link | None, int, 
     if not 0 <= rank < mesh:
         raise ValueError(f"rank is at least 0 and below mesh={mesh}, got {rank}")
     return Link(None) if mesh == 1 else None, mesh, rank, "cpu"
+
+
+def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
+    own = like.seq_len, like.cp_size, list(like.schedules)
+    if own != (seq_len, size, names):
+        raise ValueError(
+            f"like is a plan of {own[0]} tokens over {own[1]} ranks with masks {own[2]}, but this one is of {seq_len} "
+            f"over {size} with {names}; leave like out where they change"
+        )
 
 
 def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:

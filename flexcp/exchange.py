@@ -42,8 +42,8 @@ class Exchange:
         rank: this rank.
         block_size: keys in a block.
         needs: bool [heads, reader, owner, blocks of a rank]: the reader's queries see the owner's block.
-        slots: blocks in the buffer: its own, the received ones, and padding up to a whole number of shards, so that
-            buffers have few different sizes.
+        slots: blocks in the buffer: its own, the received ones, and padding up to one of few sizes, two for each
+            doubling; it is not sent.
     """
 
     rank: int
@@ -110,18 +110,21 @@ def needs_by_owner(table: Table, layout: Layout) -> np.ndarray:
 def num_slots(needs: np.ndarray, rank: int) -> int:
     """Blocks of a rank's buffer; see `Exchange.slots`."""
     blocks = needs.shape[3]
-    return blocks + -(-int(received(needs, rank).sum()) // blocks) * blocks
+    shards = -(-int(received(needs, rank).sum()) // blocks)
+    # 0, 1, 2, 3, 4, 6, 8, 12, 16, ... received shards, but no more than there are.
+    step = max(1, 1 << max(0, shards - 1).bit_length() - 2) if shards > 2 else 1
+    return blocks * (1 + min(needs.shape[1] - 1, -(-shards // step) * step))
 
 
-def plan_exchange(table: Table, layout: Layout, rank: int) -> tuple[Exchange, Tensor]:
+def plan_exchange(table: Table, layout: Layout, rank: int, least_slots: int = 0) -> tuple[Exchange, Tensor]:
     """This rank's exchange, and the global start of each block of its buffer: int64 [slots].
 
-    Padding starts past the end of the sequence, where nothing is visible.
+    Padding starts past the end of the sequence, where nothing is visible. It has at least `least_slots`.
     """
     block_size = table.block_size[1]
     owned, needs = owned_blocks(layout, block_size), needs_by_owner(table, layout)
     arriving = owned[received(needs, rank)]
-    blocks, slots = owned.shape[1], num_slots(needs, rank)
+    blocks, slots = owned.shape[1], max(num_slots(needs, rank), least_slots)
     starts = np.full(slots, layout.padded_len, dtype=np.int64)
     starts[:blocks] = owned[rank] * block_size
     starts[blocks : blocks + len(arriving)] = arriving * block_size

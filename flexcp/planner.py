@@ -67,6 +67,12 @@ class Schedule:
     head_groups: int = 1
     groups: dict[tuple[int, int], list] = field(default_factory=dict, repr=False)
 
+    @property
+    def slots(self) -> int:
+        """Blocks in the buffer of `exchange`; 0 for other kinds."""
+        exchange = self.stages[0].exchange
+        return 0 if exchange is None else exchange.slots
+
 
 def build_schedule(
     source: BlockSource,
@@ -76,18 +82,20 @@ def build_schedule(
     table: Callable[[], Table],
     device: torch.device,
     head_groups: int = 1,
+    least_slots: int = 0,
 ) -> Schedule:
     """The stages of one rank.
 
     Args:
         table: gives what each query block of the sequence sees; `gather` does not ask. Every rank must get the same.
+        least_slots: blocks that the buffer of `exchange` has at least.
     """
     if comm == "gather" or layout.cp_size == 1:
         stages = _gather_stages(source, layout, rank, device)
     elif comm == "ring":
         stages = _ring_stages(source, layout, rank, sees(table(), layout), device)
     else:
-        stages = _exchange_stages(source, layout, rank, table(), device)
+        stages = _exchange_stages(source, layout, rank, table(), device, least_slots)
     return Schedule(layout, rank, comm, source, stages, head_groups)
 
 
@@ -130,10 +138,10 @@ def _ring_stages(
 
 
 def _exchange_stages(
-    source: BlockSource, layout: Layout, rank: int, table: Table, device: torch.device
+    source: BlockSource, layout: Layout, rank: int, table: Table, device: torch.device, least_slots: int
 ) -> tuple[Stage, ...]:
     """The blocks that this rank's queries see, and no others, at once."""
-    exchange, kv_start = plan_exchange(table, layout, rank)
+    exchange, kv_start = plan_exchange(table, layout, rank, least_slots)
     return (_stage(source, layout, rank, (), device, kv_start=kv_start, exchange=exchange),)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexcp
-from flexcp import balance, masks, placement, table
+from flexcp import balance, exchange, masks, placement, table
 from flexcp.blockmask import block_source
 from flexcp.cost import CostModel, Device
 from flexcp.planner import visible_work
@@ -67,6 +67,39 @@ def test_shapes_do_not_depend_on_the_mask() -> None:
             for seed in range(4)
         } | {flexcp.plan(masks.causal(), seq_len, cp).local_len}
         assert lengths == {-(-seq_len // (cp * 128)) * 128}
+
+
+def shapes(plan: flexcp.Plan) -> tuple:
+    """Everything about a plan that a compiled kernel could notice."""
+    schedule = plan.schedules["mask"]
+    (stage,) = schedule.stages
+    tables = [t for t in stage.block_mask.as_tuple() if isinstance(t, Tensor)]
+    return plan.comm, schedule.head_groups, stage.kv_start.shape, *((t.shape, t.dtype) for t in tables)
+
+
+def test_a_hundred_packings_hardly_change_a_shape() -> None:
+    plan, changes = None, []
+    for step in range(100):
+        mask = documents(long_tailed(16_384, 250, 1.2, step, longest=2048))
+        following = flexcp.plan(mask, 16_384, 8, rank=3, block_size=64, comm="exchange", like=plan)
+        if plan is not None and shapes(plan) != shapes(following):
+            changes.append(step)
+        plan = following
+    print("steps at which a shape changed:", changes)
+    assert len(changes) <= 3
+    with pytest.raises(ValueError, match="leave like out"):
+        flexcp.plan(masks.causal(), 1024, 8, like=plan)
+
+
+@pytest.mark.parametrize(
+    ("shards", "slots"), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 7), (7, 9), (9, 13), (62, 64)]
+)
+def test_buffers_have_few_sizes(shards: int, slots: int) -> None:
+    needs = np.zeros((1, 64, 64, 2), dtype=bool)
+    needs[0, 5, :shards] = needs[0, 5, 5] = True
+    if shards > 5:  # its own do not count
+        needs[0, 5, shards] = True
+    assert exchange.num_slots(needs, 5) == 2 * slots
 
 
 def test_table_is_exact_where_squares_of_blocks_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
