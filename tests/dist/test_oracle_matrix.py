@@ -16,7 +16,7 @@ def test_sampled_case_equals_oracle(ranks, sampled_case: matrix.Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp", matrix.AXES["cp"])
+@pytest.mark.parametrize("cp", matrix.WHOLE_CP)
 def test_whole_matrix_equals_oracle(ranks, cp: int) -> None:
     failures: list[str] = []
     worst: dict[str, float] = {}
