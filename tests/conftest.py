@@ -25,8 +25,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def no_structured_trace() -> None:
     """Dynamo describes every call of flex_attention to this logger, and pytest would format and keep all of it."""
-    logging.getLogger("torch.__trace").handlers.clear()
-    logging.getLogger("torch.__trace").propagate = False
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = False
+    # pytest 9 gives its handlers to loggers that do not propagate, too, before each phase of each test.
+    trace.addHandler = lambda handler: None
 
 
 @pytest.fixture(scope="session")
