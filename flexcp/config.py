@@ -91,10 +91,10 @@ class TrainConfig:
     """What a token sees: an expression over flexcp.masks, module:function, or path/to/file.py:function."""
 
     comm: str = "auto"
-    """How keys and values reach the ranks: auto, gather or ring."""
+    """How keys and values reach the ranks: auto, gather, ring or exchange."""
 
     balance: str = "auto"
-    """How a sequence is divided: auto, contiguous or head_tail."""
+    """How a sequence is divided: auto, contiguous, head_tail, per_document, ptrr, min_heap or affinity."""
 
     dtype: str = "float32"
     """Of the parameters: float32, bfloat16 (AdamW keeps fp32 copies) or float64."""

@@ -94,20 +94,24 @@ def start_launcher(where: Path, behaviour: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_launcher_ends_its_ranks(where: Path, number: int, code: int) -> None:
-    launcher = start_launcher(where, "waits")
-    assert wait_for(lambda: len(list(where.iterdir())) == 2)
-    launcher.send_signal(number)
-    assert launcher.wait(10) == code
-    assert not alive(where)
-    assert "Traceback" not in launcher.communicate()[1]
+    with start_launcher(where, "waits") as launcher:
+        try:
+            assert wait_for(lambda: len(list(where.iterdir())) == 2, 60)
+            launcher.send_signal(number)
+            assert launcher.wait(30) == code
+            assert not alive(where)
+            assert "Traceback" not in launcher.communicate()[1]
+        finally:
+            launcher.kill()
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(where: Path) -> None:
-    launcher = start_launcher(where, "watches")
-    assert wait_for(lambda: len(list(where.glob("watching*"))) == 2)
-    launcher.kill()
-    launcher.communicate()
-    assert wait_for(lambda: not alive(where), 5)
+    with start_launcher(where, "watches") as launcher:
+        try:
+            assert wait_for(lambda: len(list(where.glob("watching*"))) == 2, 60)
+        finally:
+            launcher.kill()
+    assert wait_for(lambda: not alive(where), 20)
 
 
 def test_the_world_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

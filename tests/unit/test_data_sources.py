@@ -74,9 +74,7 @@ def test_tokens(tmp_path: Path) -> None:
     documents = open_documents(str(path), vocab_size=70_001)
     assert [documents[index][0].tolist() for index in range(sum(documents.blocks))] == [[1, 2, 0], [0], [70_000, 0]]
     small = open_documents(str(path))
-    with pytest.raises(
-        UserError, match=r"x\.bin document 2 has the token 70000, and the model's .* ends at 255"
-    ):
+    with pytest.raises(UserError, match=r"x\.bin document 2 has the token 70000, and the model's .* ends at 255"):
         small[2]
     for change, words in (
         ('{"dtype": "uint8", "separator": 0}', "has dtype 'uint8'"),
