@@ -26,24 +26,25 @@ class HeadGroup:
     Attributes:
         queries, keys: the query and the KV heads.
         stage: the schedule's stage for these heads alone.
+        divided: there are other groups; False: these are all heads.
     """
 
     queries: slice
     keys: slice
     stage: Stage
+    divided: bool = False
 
     def score(self, score: Score) -> Score:
         """The same score for tensors that hold only this group's heads."""
-        first = self.queries.start
-        if not first or score.function is None:
+        if not self.divided or score.function is None:
             return score
         function = score.function
 
         def shifted(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *buffers: Any) -> Tensor:
-            # The offset is a tensor: as a number it would make every group a program of its own.
+            # The offset is a tensor, 0 too: as a number it would make every group a program of its own.
             return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
 
-        offset = torch.tensor(first, dtype=torch.int32, device=self.stage.q_start.device)
+        offset = torch.tensor(self.queries.start, dtype=torch.int32, device=self.stage.q_start.device)
         without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
         return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))
 
@@ -64,7 +65,7 @@ def _make(source: BlockSource, stage: Stage, num_heads: int, num_kv_heads: int, 
     made = []
     for i in range(groups):
         queries, keys = (slice(i * n // groups, (i + 1) * n // groups) for n in (num_heads, num_kv_heads))
-        made.append(HeadGroup(queries, keys, _stage_of(source, stage, queries)))
+        made.append(HeadGroup(queries, keys, _stage_of(source, stage, queries), divided=True))
     return made
 
 
