@@ -55,8 +55,24 @@ assert tuple(AXES) == tuple(f.name for f in fields(Case))
 
 WHOLE_CP = (*AXES["cp"], 8)
 
+# Where the whole matrix is the full product of all masks, lengths and head ratios.
+FULL_COMMS, FULL_BALANCES, FULL_CP = ("gather", "ring"), ("contiguous", "head_tail"), (1, 2, 4)
+FULL_SCORES = ("none", "distance", "bias", "window_by_inf")
+
 
 def whole() -> list[Case]:
+    """The full product over FULL_COMMS, FULL_BALANCES, FULL_SCORES and FULL_CP, and `rotated` for everything else."""
+    full = [
+        Case(**dict(zip(AXES, values)))
+        for values in itertools.product(
+            AXES["mask"], FULL_COMMS, FULL_BALANCES, FULL_CP, AXES["gqa"], AXES["seq_len"], FULL_SCORES
+        )
+    ]
+    # Neighbours in the list share the oracle's result, which is cached.
+    return sorted({*full, *rotated()}, key=lambda c: (c.cp, c.seq_len, c.mask, c.gqa, c.score, c.comm, c.balance))
+
+
+def rotated() -> list[Case]:
     """Every mask over every comm, layout, cp and GQA, each with two pairs of length and score, in rotation.
 
     Every comm and layout meets at least 20 of the 25 pairs; the cases are 8% of the full product.
@@ -67,8 +83,7 @@ def whole() -> list[Case]:
     for cp, *values in itertools.product(WHOLE_CP, *(AXES[name] for name in names)):
         for seq_len, score in itertools.islice(pairs, 2):
             cases.append(Case(cp=cp, seq_len=seq_len, score=score, **dict(zip(names, values))))
-    # Neighbours in the list share the oracle's result, which is cached.
-    return sorted(cases, key=lambda c: (c.cp, c.seq_len, c.mask, c.gqa, c.score, c.comm, c.balance))
+    return cases
 
 
 def sample(seed: int, at_least: int) -> list[Case]:

@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 
 
 def free_port() -> int:
@@ -34,6 +35,9 @@ class Ranks:
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
+        for pipe in self.pipes:  # on a busy machine torch's import alone takes a while
+            if not pipe.poll(START_TIMEOUT_S) or pipe.recv() != "ready":
+                raise RankError(f"{self.size} ranks did not start within {START_TIMEOUT_S:.0f} s")
 
     def run(self, function: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """What function(*args) returned on each rank.
@@ -101,6 +105,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
+    pipe.send("ready")
     while True:
         try:
             module, name, args = pipe.recv()
