@@ -18,6 +18,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Pairs of (query, key) evaluated at once where a mask can only be asked pair by pair: 4M bools and their int64
 # indices stay under 100 MiB.
 _PAIRS_AT_ONCE = 1 << 22
+# On a GPU many pairs are worth a compiled program (some seconds), which keeps no pair in memory.
+_PAIRS_WORTH_COMPILING = 1 << 33
+_PAIRS_AT_ONCE_COMPILED = 1 << 30
 
 
 @runtime_checkable
@@ -187,21 +190,29 @@ class _MaskSource(BlockSource):
 
     def _look_at_pairs(self, classes: Tensor, q_start: Tensor, kv_start: Tensor) -> None:
         """Decides the PARTIAL blocks of `classes`, in place, by evaluating their pairs, a bounded number at once."""
-        q_size, kv_size = self.block_size
-        device = classes.device
-        mask_mod = torch.vmap(torch.vmap(self.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
-        mask_mod = torch.vmap(mask_mod)
+        pairs = self.block_size[0] * self.block_size[1]
         undecided = (classes == PARTIAL).nonzero()
-        for some in undecided.split(max(1, _PAIRS_AT_ONCE // (q_size * kv_size))):
+        compiled = classes.device.type == "cuda" and undecided.shape[0] * pairs >= _PAIRS_WORTH_COMPILING
+        decide = torch.compile(self._decide, dynamic=False, fullgraph=True) if compiled else self._decide
+        at_once = max(1, (_PAIRS_AT_ONCE_COMPILED if compiled else _PAIRS_AT_ONCE) // pairs)
+        for some in undecided.split(at_once):
+            count = some.shape[0]
+            if compiled:  # one shape, one program
+                some = torch.cat([some, some[-1:].expand(at_once - count, -1)])
             b, h, i, j = some.unbind(1)
-            q = q_start[i][:, None] + torch.arange(q_size, device=device)
-            kv = kv_start[j][:, None] + torch.arange(kv_size, device=device)
-            outside = (q >= self.seq_len)[:, :, None] | (kv >= self.seq_len)[:, None, :]
-            last = self.seq_len - 1
-            visible = as_bool(mask_mod(b, h, q.clamp(max=last), kv.clamp(max=last)))
-            seen = (visible & ~outside).flatten(1).any(1)
-            whole = (visible | outside).flatten(1).all(1)
+            seen, whole = decide(b, h, q_start[i], kv_start[j])
             classes[b, h, i, j] = seen.to(torch.uint8) + (seen & whole).to(torch.uint8)
+
+    def _decide(self, b: Tensor, h: Tensor, q_start: Tensor, kv_start: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether any and whether all of each block's real pairs are visible: bool [n] each, from int64 [n]."""
+        q = q_start[:, None] + torch.arange(self.block_size[0], device=q_start.device)
+        kv = kv_start[:, None] + torch.arange(self.block_size[1], device=q_start.device)
+        outside = (q >= self.seq_len)[:, :, None] | (kv >= self.seq_len)[:, None, :]
+        last = self.seq_len - 1
+        mask_mod = torch.vmap(torch.vmap(self.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+        visible = as_bool(torch.vmap(mask_mod)(b, h, q.clamp(max=last), kv.clamp(max=last)))
+        seen = (visible & ~outside).flatten(1).any(1)
+        return seen, (visible | outside).flatten(1).all(1)
 
 
 def as_bool(visible: Tensor) -> Tensor:
