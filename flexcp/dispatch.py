@@ -256,11 +256,6 @@ compat.flex_backward_operator.py_impl(_ContextParallelMode)(_backward_rule)
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", schedule: Schedule, kernel_options: dict) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if type(x) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, but sharded attention needs plain local tensors; "
-                "call .to_local() first"
-            )
         if x.shape[2] != plan.local_len:
             raise ValueError(
                 f"{name} has {x.shape[2]} rows, but this rank's shard of the {plan.seq_len} tokens has "
@@ -344,11 +339,19 @@ def _way_prepared() -> Iterator[None]:
 def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
     if torch.compiler.is_dynamo_compiling() or not _contexts():
         _replaced.originals["_validate_device"](query, key, value)
-    elif compat.inside_functorch():
+        return
+    for name, x in (("q", query), ("k", key), ("v", value)):
+        # Here and not in the rule, since Dynamo stumbles over a DTensor on the way.
+        if type(x) not in (Tensor, torch.nn.Parameter) and _contexts()[-1].plan is not None:
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, but sharded attention needs plain local tensors; "
+                "call .to_local() first"
+            )
+    if compat.inside_functorch():
         raise NotImplementedError(
             "attention over a sharded sequence does not work under torch.func transforms; use torch.autograd"
         )
-    elif query.device.type != "cpu":
+    if query.device.type != "cpu":
         _replaced.originals["_validate_device"](query, key, value)
 
 

@@ -301,3 +301,21 @@ def unshard_gradients() -> None:
 
 def test_unshard_has_both_gradients(ranks) -> None:
     ranks(2).run(unshard_gradients)
+
+
+def with_dtensor() -> str:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    plan = flexcp.plan(masks.causal(), 512, cp_mesh())
+    x = torch.randn(1, 1, plan.local_len, 16)
+    q = distribute_tensor(x, cp_mesh(), [Replicate()])
+    try:
+        with flexcp.context_parallel(plan):
+            flex_attention(q, q, q, block_mask=plan.block_mask)
+    except TypeError as error:
+        return str(error)
+    return "computed"
+
+
+def test_dtensor_inputs_are_refused(ranks) -> None:
+    assert all("call .to_local() first" in answer for answer in ranks(2).run(with_dtensor))
