@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -72,6 +73,23 @@ def mask_digest(mask: Any) -> str:
     return f"{name[:120]} #{found.hexdigest()}"
 
 
+_READ_WHOLE = (
+    Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    list,
+    tuple,
+    dict,
+    BlockMask,
+    ClosedFormMask,
+    partial,
+    FunctionType,
+)
+
+
 def _feed(found: Any, value: Any, seen: set[int]) -> None:
     """Adds everything that a mask's answers may depend on, as far as it can be found."""
     if id(value) in seen:
@@ -96,23 +114,47 @@ def _feed(found: Any, value: Any, seen: set[int]) -> None:
         for key, item in value.items():
             found.update(str(key).encode())
             _feed(found, item, seen)
+    elif isinstance(value, partial):
+        _feed(found, [value.func, value.args, value.keywords], seen)
     elif isinstance(value, FunctionType):
-        _feed_code(found, value.__code__, seen)
-        _feed(found, value.__defaults__, seen)
-        _feed(found, value.__kwdefaults__, seen)
-        for cell in value.__closure__ or ():
-            try:
-                _feed(found, cell.cell_contents, seen)
-            except ValueError:  # not yet filled
-                found.update(b"empty")
-        for name in value.__code__.co_names:
-            captured = value.__globals__.get(name)
-            if isinstance(captured, (Tensor, bool, int, float, FunctionType)):
-                _feed(found, captured, seen)
+        _feed_function(found, value, None, seen)
+    elif isinstance(value, MethodType):
+        _feed_function(found, value.__func__, value.__self__, seen)
     else:
         found.update(type(value).__qualname__.encode())
         if isinstance(value, ClosedFormMask):
             _feed(found, vars(value), seen)
+        elif callable(value) and isinstance(type(value).__call__, FunctionType):
+            _feed_function(found, type(value).__call__, value, seen)
+
+
+def _feed_function(found: Any, function: FunctionType, owner: object, seen: set[int]) -> None:
+    """A function's code and all that it captures; of objects, the attributes whose names its code holds."""
+    code = function.__code__
+    _feed_code(found, code, seen)
+    _feed(found, function.__defaults__, seen)
+    _feed(found, function.__kwdefaults__, seen)
+    names = _names(code)
+    captured = [owner, *(function.__globals__.get(name) for name in names)]
+    for cell in function.__closure__ or ():
+        try:
+            captured.append(cell.cell_contents)
+        except ValueError:  # not yet filled
+            found.update(b"empty")
+    for value in captured:
+        if isinstance(value, _READ_WHOLE):
+            _feed(found, value, seen)
+        elif value is not None and not isinstance(value, ModuleType):
+            for name in names:
+                item = getattr(value, name, None)
+                if isinstance(item, _READ_WHOLE):
+                    _feed(found, item, seen)
+
+
+def _names(code: CodeType) -> list[str]:
+    """The global and attribute names in a function's code and in the functions inside it."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return sorted({*code.co_names, *inner})
 
 
 def _feed_code(found: Any, code: CodeType, seen: set[int]) -> None:

@@ -79,6 +79,10 @@ def plan(
     """
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}")
+    for what, number in (("batch", batch), ("heads", heads), ("head_groups", head_groups), ("rank", rank)):
+        least = 0 if what == "rank" else 1
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise ValueError(f"{what} is a whole number, at least {least}, got {number!r}")
     _check_name("balance", balance, balancing.BALANCES)
     _check_name("comm", comm, ("auto", *planner.COMMS))
     link, size, rank, mesh_device = _group(mesh, rank)
@@ -111,8 +115,6 @@ def plan(
             "cost": cost or "default",
         }
         agree(link, asked, device)
-    if head_groups is not None and (isinstance(head_groups, bool) or head_groups < 1):
-        raise ValueError(f"head_groups is a number of groups of KV heads, at least 1, got {head_groups!r}")
     layout, comm, groups = balancing.choose(
         balance,
         comm,
@@ -320,7 +322,7 @@ def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
 def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if given is None:
         return None
-    pair = (given, given) if isinstance(given, int) else tuple(given)
+    pair = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
     if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"block_size is a number of tokens or (queries, keys), each at least 1, got {given!r}")
     return pair

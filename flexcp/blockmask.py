@@ -200,7 +200,11 @@ class _MaskSource(BlockSource):
             if compiled:  # one shape, one program
                 some = torch.cat([some, some[-1:].expand(at_once - count, -1)])
             b, h, i, j = some.unbind(1)
-            seen, whole = decide(b, h, q_start[i], kv_start[j])
+            try:
+                seen, whole = decide(b, h, q_start[i], kv_start[j])
+            except (IndexError, KeyError, ArithmeticError) as error:
+                name = _name(self.mask_mod)
+                raise ValueError(f"the mask_mod {name} raised {type(error).__name__}: {error}") from error
             classes[b, h, i, j] = seen.to(torch.uint8) + (seen & whole).to(torch.uint8)
 
     def _decide(self, b: Tensor, h: Tensor, q_start: Tensor, kv_start: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,11 +219,15 @@ class _MaskSource(BlockSource):
         return seen, (visible | outside).flatten(1).all(1)
 
 
+class _NotAMask(TypeError):
+    """A function that does not answer bool."""
+
+
 def as_bool(visible: Tensor) -> Tensor:
     """A mask's answer, checked: masks answer bool; anything else is a score_mod or a mistake."""
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-        raise TypeError(
+        raise _NotAMask(
             f"the mask_mod returned {kind}, but a mask_mod returns bool (True: visible); "
             "a function of the score goes into flex_attention's score_mod"
         )
@@ -274,6 +282,10 @@ def _merged(name: str, given: int | None, own: int | None) -> int | None:
 
 def _check_block_mask(mask: BlockMask, seq_len: int, block_size: tuple[int, int] | None) -> None:
     own = mask.BLOCK_SIZE
+    if (mask.kv_num_blocks < 0).any():
+        raise ValueError(
+            "this is the block_mask of a flexcp plan, which only stands for its mask; pass the mask itself"
+        )
     if block_size is not None and tuple(block_size) != tuple(own):
         raise ValueError(f"plan was told block_size={block_size}, but the BlockMask has BLOCK_SIZE={own}")
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
@@ -301,7 +313,7 @@ def _check_reads(mask_mod: MaskMod, batch: int | None, heads: int | None, device
     index = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
     try:
         graph = make_fx(torch.vmap(lambda b, h, q, kv: as_bool(mask_mod(b, h, q, kv))))(*index).graph
-    except TypeError:
+    except _NotAMask:
         raise
     except Exception as error:
         raise ValueError(f"the mask_mod {_name(mask_mod)} raised {type(error).__name__}: {error}") from error

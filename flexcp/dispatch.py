@@ -262,6 +262,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", schedule: Sched
                 f"{plan.local_len}; shard the inputs with plan.shard (or wrap attention that is not sharded in "
                 "`with flexcp.bypass():`)"
             )
+    if k.shape[0] != v.shape[0] or k.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} batch rows; make them equal")
     source = schedule.source
     for what, given, known in (
         ("batch rows", q.shape[0], source.batch),

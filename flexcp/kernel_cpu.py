@@ -163,7 +163,7 @@ def _score(products: Tensor, tile: _Tile, score: "Score", buffers: tuple) -> Ten
         return products
     batch, heads = (torch.arange(n) for n in products.shape[:2])
     lifted = over_pairs(score.function, with_score=True, num_buffers=len(buffers))
-    return lifted(products, batch, heads, tile.q_pos, tile.kv_pos, *buffers)
+    return lifted(products, batch, heads, tile.q_pos, tile.kv_pos, *buffers).to(products.dtype)
 
 
 def _differentiable_score(products: Tensor, tile: _Tile, score: "Score"):

@@ -24,6 +24,8 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, pad: float | int | boo
         )
     positions = layout.positions(rank).to(x.device)
     rows = x.index_select(dim, positions.clamp(max=layout.seq_len - 1))
+    if pad is not None and torch.tensor(pad, dtype=x.dtype).item() != pad and pad == pad:
+        raise ValueError(f"pad={pad!r} cannot be held by {x.dtype}; pass a value that can, or another dtype")
     real = int((positions < layout.seq_len).sum())
     if real == layout.local_len:
         return rows

@@ -1,0 +1,80 @@
+"""Wrong uses that once gave a foreign traceback, a huge allocation or a changed value."""
+
+import functools
+
+import pytest
+import torch
+
+import flexcp
+from flexcp import masks
+from flexcp.agreement import mask_digest
+
+
+def test_a_plans_own_token_is_no_mask_for_another() -> None:
+    plan = flexcp.plan(masks.causal(), 100, 1)
+    with pytest.raises(ValueError, match="pass the mask itself"):
+        flexcp.plan(plan.block_mask, plan.local_len, 1)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"batch": 0}, {"batch": "2"}, {"heads": -1}, {"head_groups": 1.5}, {"rank": "1"}, {"block_size": 2.5}]
+)
+def test_numbers_are_checked(keywords) -> None:
+    with pytest.raises(ValueError, match=next(iter(keywords))):
+        flexcp.plan(masks.causal(), 100, 2, **keywords)
+
+
+def test_a_mask_that_fails_past_the_first_pair_is_named() -> None:
+    table = torch.arange(5)
+
+    def short_table(b, h, q, kv):
+        return table[q] >= table[kv]
+
+    with pytest.raises(ValueError, match="mask_mod short_table raised IndexError"):
+        flexcp.plan(short_table, 100, 1)
+
+
+@pytest.mark.parametrize(("dtype", "pad"), [(torch.uint8, -100), (torch.int64, 0.5)])
+def test_pad_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
+    plan = flexcp.plan(masks.causal(), 100, 1)
+    with pytest.raises(ValueError, match="cannot be held"):
+        plan.shard(torch.zeros(100, dtype=dtype), dim=0, pad=pad)
+
+
+def test_a_score_of_another_dtype_is_taken_as_torch_takes_it() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    x = torch.randn(1, 1, 128, 16, requires_grad=True)
+    with flexcp.context_parallel(plan):
+        flex_attention(x, x, x, score_mod=lambda s, b, h, q, kv: kv - q, block_mask=plan.block_mask).sum().backward()
+    assert x.grad is not None
+
+
+class Window:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, b, h, q, kv):
+        return q - kv < self.width
+
+    def mask(self, b, h, q, kv):
+        return q - kv < self.width
+
+
+def within(width: int, b, h, q, kv):
+    return q - kv < width
+
+
+def read_from(config: Window):
+    return lambda b, h, q, kv: (lambda: q - kv < config.width)()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda n: functools.partial(within, n), Window, lambda n: Window(n).mask, lambda n: read_from(Window(n))],
+    ids=["partial", "object", "method", "nested"],
+)
+def test_ranks_notice_what_a_mask_captures(make) -> None:
+    assert mask_digest(make(3)) == mask_digest(make(3))
+    assert mask_digest(make(3)) != mask_digest(make(43))
