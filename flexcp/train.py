@@ -172,7 +172,7 @@ def run(
             began = time.perf_counter()
             batch = reader.next()
             if plan is None or plan_varies:
-                plan = make_plan(config, mask_source, batch, mesh, device)
+                plan = make_plan(config, mask_source, batch, mesh, device, plan)
 
             loss, num_labels = forward_backward(model, batch, plan, group)
             sum_gradients(model.parameters(), group)
@@ -235,9 +235,14 @@ def held_out_loss(
 
 
 def make_plan(
-    config: TrainConfig, source: MaskSource, batch: Batch, mesh: DeviceMesh | None, device: torch.device
+    config: TrainConfig,
+    source: MaskSource,
+    batch: Batch,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    like: flexcp.Plan | None = None,
 ) -> flexcp.Plan:
-    """The plan of a batch.
+    """The plan of a batch; with the shapes of an earlier one, where there is one.
 
     Raises:
         UserError: a mask that raises, or that no plan can be made of.
@@ -253,6 +258,7 @@ def make_plan(
             heads=config.model_config().num_heads if reads_heads else None,
             balance=config.balance,
             comm=config.comm,
+            like=like,
             device=device,
         )
     except Exception as error:
