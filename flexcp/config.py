@@ -20,6 +20,7 @@ import yaml
 from flexcp import planner
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
+from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
 from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
@@ -47,13 +48,28 @@ class TrainConfig:
     """Of the rotary phases: exact (float64), or hf, in float32 as transformers computes them."""
 
     cp: int = 1
-    """Ranks among which each sequence is divided."""
+    """Ranks among which each sequence is divided; -1, of this or one other axis: the rest of the ranks."""
+
+    dp_shard: int = 1
+    """Ranks with rows of their own, which divide the parameters together with the cp ranks."""
+
+    dp_replicate: int = 1
+    """Copies of all that, with rows of their own."""
+
+    tp: int = 1
+    """Ranks among which the matrices and heads of each layer are divided."""
+
+    pp: int = 1
+    """Pipeline stages: only 1, since pipeline parallelism is no part of flexcp."""
 
     seq_len: int = 2048
     """Tokens in a row, over all ranks."""
 
     batch: int = 1
-    """Rows in a step."""
+    """Rows in a step, over all ranks and micro-batches."""
+
+    grad_accum: int = 1
+    """Micro-batches into which a rank's rows of a step are divided; the last may have fewer rows."""
 
     steps: int = 20
     """Steps to train."""
@@ -269,8 +285,9 @@ def check(config: TrainConfig) -> None:
         if getattr(config, name) not in known:
             raise unknown(name, getattr(config, name), known)
     config.model_config()
-    for name in ("cp", "seq_len", "batch", "steps", "log_every", "eval_batches"):
+    for name in ("seq_len", "batch", "grad_accum", "steps", "log_every", "eval_batches"):
         _demand(config, name, getattr(config, name) >= 1, "at least 1")
+    _demand(config, "pp", config.pp == 1, "1: pipeline parallelism is not supported; use --cp, --tp and --dp-shard")
     for name in ("warmup_steps", "seed", "eval_every"):
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("lr", "weight_decay"):
@@ -283,23 +300,27 @@ def _demand(config: TrainConfig, name: str, holds: bool, wanted: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}, and must be {wanted}")
 
 
-def check_world(config: TrainConfig, world_size: int) -> None:
-    """Refuses a group that was started (by torchrun) with a size that --cp does not use.
+def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
+    """The grid of ranks of a run.
+
+    Args:
+        num_ranks: that have been started; None where they are still to be.
 
     Raises:
-        UserError: naming both sizes.
+        UserError: a grid of another size, or rows that it cannot divide.
     """
-    if config.cp == world_size:
-        return
-    if world_size % config.cp:
+    grid = resolve(config.dp_replicate, config.dp_shard, config.cp, config.tp, num_ranks)
+    if config.batch % grid.dp:
         raise UserError(
-            f"--cp {config.cp} does not divide the {world_size} ranks that were started: pass --cp {world_size}, "
-            f"or start {config.cp} ranks"
+            f"--batch {config.batch} rows cannot be divided equally over {grid.dp} data parallel ranks "
+            f"(--dp-replicate {grid.dp_replicate} x --dp-shard {grid.dp_shard}): make it a multiple of {grid.dp}"
         )
-    raise UserError(
-        f"--cp {config.cp} uses {config.cp} of the {world_size} ranks that were started, and there is no data "
-        f"parallelism for the rest: pass --cp {world_size}, or start {config.cp} rank(s)"
-    )
+    if config.grad_accum > config.batch // grid.dp:
+        raise UserError(
+            f"--grad-accum {config.grad_accum} is more than the {config.batch // grid.dp} row(s) of a step that each "
+            f"rank has (--batch {config.batch} over {grid.dp} data parallel rank(s)): lower it, or raise --batch"
+        )
+    return grid
 
 
 def prepare_out(config: TrainConfig) -> Path | None:

@@ -1,5 +1,6 @@
 """What the tests of the trainer run in each rank."""
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexcp
 from flexcp.config import TrainConfig
 from flexcp.data import IGNORE, Batch
+from flexcp.mesh import Degrees, Mesh
 from flexcp.models import Llama3Config, build
 from flexcp.optim import sum_gradients
-from flexcp.train import forward_backward, make_plan, run
+from flexcp.plans import Plans
+from flexcp.step import accumulate, own_rows
+from flexcp.train import run
 from flexcp.usermask import load_mask
 
 TINY = Llama3Config(
@@ -22,14 +25,19 @@ TINY = Llama3Config(
 )
 
 
-def mesh() -> DeviceMesh | None:
-    """The group of these ranks; None in a process that has none."""
+def mesh(**degrees: int) -> Mesh:
+    """The grid of these ranks, all of them along cp where no degrees are given; of one in a process without a group."""
     # Dynamo, which flex_attention runs on every call, looks at q.grad of a q that is no leaf and hides the warning that
     # comes of it, but cannot hide it where warnings are errors.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if not dist.is_initialized():
-        return None
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+        return Mesh(Degrees(), "cpu")
+    return _mesh(Degrees(**(degrees or {"cp": dist.get_world_size()})))
+
+
+@functools.cache  # a process of the pool makes the groups of a grid once
+def _mesh(degrees: Degrees) -> Mesh:
+    return Mesh(degrees, "cpu")
 
 
 def batch_of(seq_len: int, rows: int, labels_end: int | None = None) -> Batch:
@@ -70,24 +78,30 @@ class BiasedLlama(nn.Module):
         return scores + self.bias[:, (place[:, None] - place).clamp(0, 63)]
 
 
-def plan_for(config: TrainConfig, batch: Batch, group_mesh: DeviceMesh | None) -> flexcp.Plan:
-    return make_plan(config, load_mask(config.mask), batch, group_mesh, torch.device("cpu"))
+def plans_for(config: TrainConfig, group_mesh: Mesh) -> Plans:
+    return Plans(config, load_mask(config.mask), group_mesh, torch.device("cpu"))
 
 
 def gradients(
-    seq_len: int, rows: int, comm: str, balance: str, biased: bool = False, labels_end: int | None = None
+    seq_len: int,
+    rows: int,
+    comm: str,
+    balance: str,
+    biased: bool = False,
+    labels_end: int | None = None,
+    degrees: dict[str, int] | None = None,
+    grad_accum: int = 1,
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
-    group_mesh = mesh()
-    cp = 1 if group_mesh is None else group_mesh.size()
-    config = TrainConfig(cp=cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
+    grid = mesh(**(degrees or {}))
+    config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
     model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
-    plan = plan_for(config, batch, group_mesh)
-    group = None if group_mesh is None else group_mesh.get_group()
-    loss, num_labels = forward_backward(model, batch, plan, group)
-    sum_gradients(model.parameters(), group)
-    mine = int((plan.shard(batch.labels, pad=IGNORE) != IGNORE).sum())
+    plans = plans_for(config, grid)
+    loss, num_labels = accumulate(model, batch, plans, grid, grad_accum)
+    sum_gradients(model.parameters(), grid.loss_group)
+    share = own_rows(batch, grid)
+    mine = int((plans(share).shard(share.labels, pad=IGNORE) != IGNORE).sum())
     return {"loss": loss, "tokens": num_labels, "grads": [p.grad for p in model.parameters()], "mine": mine}
 
 
@@ -99,8 +113,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if record["step"] == config.steps:
             finals.extend(float(p.detach().double().sum()) for p in model.parameters())
 
-    group_mesh = mesh()
-    records = run(config, group_mesh if config.cp > 1 else None, on_step=on_step)
+    degrees = {name: getattr(config, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    records = run(config, mesh(**degrees), on_step=on_step)
     return {"records": records, "weights": finals}
 
 
@@ -112,7 +126,7 @@ def logits_of_two_documents(token: int) -> Tensor:
     tokens[0, 100] = token
     batch = Batch(tokens, batch.labels, torch.arange(300)[None], doc_ids)
     group_mesh = mesh()
-    plan = plan_for(TrainConfig(cp=group_mesh.size(), seq_len=300), batch, group_mesh)
+    plan = plans_for(TrainConfig(cp=group_mesh.degrees.cp, seq_len=300), group_mesh)(batch)
     model = build(TINY, seed=1)
     with flexcp.context_parallel(plan), torch.no_grad():
         out = model(plan.shard(tokens, pad=0), plan.positions, plan.block_mask)

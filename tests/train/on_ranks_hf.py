@@ -16,14 +16,12 @@ def logits_and_gradients(folder: str, tokens: Tensor, labels: Tensor, comm: str)
     """Of a folder's model in fp32, causal: logits of the whole row, mean loss, gradients summed over the ranks."""
     model = from_pretrained(folder)
     group_mesh = mesh()
-    plan = flexcp.plan(
-        masks.causal(), tokens.shape[1], 1 if group_mesh is None else group_mesh, comm=comm, block_size=32
-    )
+    plan = flexcp.plan(masks.causal(), tokens.shape[1], group_mesh.for_plan, comm=comm, block_size=32)
     mine, targets = plan.shard(tokens, pad=0), plan.shard(labels, pad=-100)
     with flexcp.context_parallel(plan):
         logits = model(mine, plan.positions, plan.block_mask)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
         (total / (labels != -100).sum()).backward()
-    sum_gradients(model.parameters(), None if group_mesh is None else group_mesh.get_group())
+    sum_gradients(model.parameters(), group_mesh.loss_group)
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {"logits": plan.unshard(logits.detach()), "grads": grads}

@@ -10,7 +10,7 @@ from flexcp.evaluate import Evaluation, evaluate
 from flexcp.models import Llama3Config, build
 from flexcp.optim import AdamW, learning_rate, sum_gradients
 from flexcp.recall import RecallTask
-from flexcp.train import forward_backward
+from flexcp.step import accumulate
 from tests.train.on_ranks import mesh
 
 TASK = RecallTask(seq_len=128, batch=16)
@@ -28,9 +28,9 @@ EDGES = [0, 32, 64, 96]
 def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int | None = None) -> dict[str, Any]:
     """Trains from the weights (or anew), with an evaluation before and after; window: a mask that sees no further."""
     group_mesh = mesh()
-    group = None if group_mesh is None else group_mesh.get_group()
+    group = group_mesh.loss_group
     mask = masks.causal() if window is None else masks.causal() & masks.sliding_window(window)
-    plan = flexcp.plan(mask, TASK.seq_len, 1 if group_mesh is None else group_mesh, block_size=32)
+    plan = flexcp.plan(mask, TASK.seq_len, group_mesh.for_plan, block_size=32)
     model = build(MODEL, seed=0)
     if weights is not None:
         model.load_state_dict(weights)
@@ -43,7 +43,8 @@ def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int 
     optimizer = AdamW(model, weight_decay=0.0)
     losses = []
     for step in range(steps):
-        loss, _ = forward_backward(model, TASK.rows(step + (0 if weights is None else 10_000))[0], plan, group)
+        batch, _ = TASK.rows(step + (0 if weights is None else 10_000))
+        loss, _ = accumulate(model, batch, lambda micro: plan, group_mesh)
         losses.append(loss)
         sum_gradients(model.parameters(), group)
         optimizer.step(learning_rate(step, steps, 20, 5e-3) if weights is None else 1e-3, 1.0)

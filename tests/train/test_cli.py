@@ -142,7 +142,7 @@ def test_torchrun_with_another_size_is_told_once(runs: dict[str, Outcome]) -> No
     assert outcome.code != 0
     told = [line for line in outcome.err.splitlines() if line.startswith("flexcp.train: error")]
     assert len(told) == 1
-    assert "--cp 3 does not divide the 2 ranks that were started: pass --cp 2, or start 3 ranks" in told[0]
+    assert "is a grid of 3 ranks, and 2 were started: start 3 rank(s)" in told[0]
     assert outcome.seconds < limit_s()
 
 

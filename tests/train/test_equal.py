@@ -147,11 +147,11 @@ def test_a_diverging_run_is_stopped(ranks: GetRanks) -> None:
 
 
 def test_a_constant_mask_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import flexcp.train as module
+    import flexcp
 
     made = []
-    original = module.make_plan
-    monkeypatch.setattr(module, "make_plan", lambda *args: made.append(1) or original(*args))
+    original = flexcp.plan
+    monkeypatch.setattr(flexcp, "plan", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs))
     on_ranks.train(TrainConfig(seq_len=64, steps=3, mask="causal"))
     assert len(made) == 1
     on_ranks.train(TrainConfig(seq_len=64, steps=3))

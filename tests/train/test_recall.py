@@ -87,11 +87,11 @@ def evaluation_of(seq_len: int) -> Any:
     plans = []
 
     def plan_of(batch: Any) -> flexcp.Plan:
-        plans.append(flexcp.plan(masks.causal() & masks.document(batch.doc_ids), seq_len, group_mesh or 1))
+        plans.append(flexcp.plan(masks.causal() & masks.document(batch.doc_ids), seq_len, group_mesh.for_plan))
         return plans[-1]
 
     batches = [(batch_of(seq_len, 2), None), (batch_of(seq_len, 2, labels_end=50), None)]
-    group = None if group_mesh is None else group_mesh.get_group()
+    group = group_mesh.loss_group
     return evaluate(build(TINY, seed=1, dtype=torch.float64), batches, plan_of, group, [0, 10, 20, 40])
 
 

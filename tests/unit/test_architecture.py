@@ -21,6 +21,7 @@ PLANNING = {"layout", "balance", "blockmask", "planner"}
 # may know masks and models, and the engine may know neither these nor the application.
 ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "parallelize", "fp8", "tiling", "offload"}
 APPLICATION = {"train", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
+APPLICATION |= {"step", "plans"}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")
 MOST_LINES = 400
 

@@ -9,6 +9,7 @@ import torch
 from flexcp.config import TrainConfig, check, check_world, from_yaml, parse, prepare_out
 from flexcp.errors import UserError
 from flexcp.estimate import available_bytes, check_memory, training_bytes
+from flexcp.mesh import Degrees
 from flexcp.models import get_config
 
 
@@ -94,7 +95,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ({"seq_len": 0}, "--seq-len is 0, and must be at least 1"),
         ({"steps": 0}, "--steps is 0"),
         ({"steps": -3}, "--steps is -3"),
-        ({"cp": 0}, "--cp is 0"),
+        ({"grad_accum": 0}, "--grad-accum is 0"),
+        ({"pp": 2}, "--pp is 2, and must be 1: pipeline parallelism is not supported"),
         ({"batch": 0}, "--batch is 0"),
         ({"log_every": 0}, "--log-every is 0"),
         ({"lr": -1.0}, "--lr is -1.0"),
@@ -116,14 +118,30 @@ def test_values_that_no_run_can_use(change: dict, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_cp_and_the_ranks_that_were_started() -> None:
-    check_world(TrainConfig(cp=4), 4)
-    with pytest.raises(UserError, match="--cp 2 does not divide the 3 ranks"):
-        check_world(TrainConfig(cp=2), 3)
-    with pytest.raises(UserError, match="--cp 4 does not divide the 2 ranks"):
-        check_world(TrainConfig(cp=4), 2)
-    with pytest.raises(UserError, match=r"uses 2 of the 4 ranks .* pass --cp 4"):
-        check_world(TrainConfig(cp=2), 4)
+def test_the_grid_and_the_ranks_that_were_started() -> None:
+    assert check_world(TrainConfig(cp=4), 4) == Degrees(cp=4)
+    assert check_world(TrainConfig(cp=2, dp_shard=-1, batch=4), 8) == Degrees(cp=2, dp_shard=4)
+    assert check_world(TrainConfig(cp=2, tp=2, dp_replicate=2, batch=2), None).size == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "num_ranks", "words"),
+    [
+        ({"cp": 2}, 3, "--cp 2 --tp 1 is a grid of 2 ranks, and 3 were started: start 2 rank(s)"),
+        ({"cp": 4}, 2, "is a grid of 4 ranks, and 2 were started: start 4 rank(s)"),
+        ({"cp": 2}, 4, "is a grid of 2 ranks, and 4 were started: pass --dp-shard 2, or start 2 rank(s)"),
+        ({"cp": 0}, None, "--cp is 0, and must be at least 1, or -1 for the rest"),
+        ({"cp": -1}, None, "--cp is -1, the rest of the ranks, and no ranks have been started"),
+        ({"cp": -1, "dp_shard": -1}, 8, "--dp-shard and --cp are both -1: only one can be the rest"),
+        ({"cp": 3, "dp_shard": -1}, 8, "multiply to 3, which does not divide the 8 ranks"),
+        ({"dp_shard": 2, "dp_replicate": 2, "batch": 6}, None, "--batch 6 rows cannot be divided equally over 4 data"),
+        ({"batch": 6, "dp_shard": 2, "grad_accum": 4}, None, "--grad-accum 4 is more than the 3 row(s) of a step"),
+    ],
+)
+def test_grids_that_cannot_be(change: dict, num_ranks: int | None, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_world(TrainConfig(**change), num_ranks)
+    assert words in str(caught.value)
 
 
 def test_out_that_cannot_be_written(tmp_path: Path) -> None:

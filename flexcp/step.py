@@ -1,0 +1,83 @@
+"""One step's gradients: the rows divided over ranks and micro-batches, each weighed so that they add up.
+
+The loss of a step is the mean over all labels of all its rows, wherever they lie. Every rank knows the whole batch
+and so their number N, and what it computes is its part of a sum: (sum of its labels' losses) / N. Summed over
+micro-batches, cp and dp, in whatever order, that is the mean, and the gradients likewise. A mean of means would weigh
+a label by how many others happen to lie in its row, rank or micro-batch.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flexcp
+from flexcp.batch import IGNORE, Batch
+from flexcp.mesh import Mesh
+from flexcp.plans import Plans
+
+
+def accumulate(model: nn.Module, batch: Batch, plans: Plans, mesh: Mesh, grad_accum: int = 1) -> tuple[float, int]:
+    """Adds this rank's part of the gradient of the step's mean loss to the parameters.
+
+    Args:
+        batch: all rows of the step, the same on every rank.
+        plans: from a micro-batch to its plan; they may differ within a step.
+        grad_accum: the most micro-batches into which this rank's rows are divided; where that does not divide them,
+            the last has fewer rows.
+
+    Returns:
+        (loss, labels): the mean cross entropy in nats and the number of labels, both of the whole step.
+    """
+    num_labels = batch.num_labels
+    mine = own_rows(batch, mesh)
+    device = next(model.parameters()).device
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for micro in mine.split(-(-mine.num_rows // grad_accum)):
+        loss += forward_backward(model, micro, plans(micro), num_labels)
+    return reduced(loss, dist.ReduceOp.SUM, mesh.loss_group), num_labels
+
+
+def own_rows(batch: Batch, mesh: Mesh) -> Batch:
+    """The rows of this rank, and of all ranks with which it shares sequences.
+
+    Raises:
+        ValueError: the rows are no multiple of the data parallel ranks.
+    """
+    rows, rest = divmod(batch.num_rows, mesh.degrees.dp)
+    if rest:
+        raise ValueError(f"{batch.num_rows} rows cannot be divided equally over {mesh.degrees.dp} data parallel ranks")
+    return batch.rows(mesh.data_rank * rows, (mesh.data_rank + 1) * rows)
+
+
+def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, num_labels: int) -> Tensor:
+    """Forward and backward of one micro-batch.
+
+    A rank all of whose labels are ignored contributes 0 and takes part in the communication.
+
+    Args:
+        num_labels: of the whole step.
+
+    Returns:
+        This rank's part of the step's mean loss, a scalar.
+    """
+    device = next(model.parameters()).device
+    tokens = plan.shard(batch.tokens.to(device), dim=1, pad=0)
+    labels = plan.shard(batch.labels.to(device), dim=1, pad=IGNORE)
+    positions = plan.shard(batch.positions.to(device), dim=1, pad=0)
+    with flexcp.context_parallel(plan):
+        logits = model(tokens, positions, block_mask=plan.block_mask)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        part = total / max(1, num_labels)
+        part.backward()
+    return part.detach()
+
+
+def reduced(value: float | Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> float:
+    """A number of each rank, combined over the group in float64, where counts up to 2^53 are exact."""
+    if group is not None:
+        on_gpu = dist.get_backend(group) == "nccl"
+        value = torch.as_tensor(value, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(value, op, group=group)
+    return float(value)
