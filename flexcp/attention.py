@@ -91,7 +91,7 @@ def backward(
             )
             dq[:, heads] += dq_stage
             dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
-            dkv = dk_stage, dv_stage
+            dkv = dk_stage.to(dtype), dv_stage.to(dtype)
         keys.send_home(group, stage, dkv)
         del k_stage, v_stage
     dk, dv = keys.collect()

@@ -44,6 +44,8 @@ class HeadGroup:
             # The offset is a tensor, 0 too: as a number it would make every group a program of its own.
             return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
 
+        # One program for all groups and calls: a captured score arrives as a new graph with the same code.
+        shifted.code = getattr(function, "code", function)
         offset = torch.tensor(self.queries.start, dtype=torch.int32, device=self.stage.q_start.device)
         without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
         return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))

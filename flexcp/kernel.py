@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,18 +31,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Attention of local queries over the keys of one stage.
 
     Args:
         q: [B, H, L, D]; k: [B, G, N, D]; v: [B, G, N, Dv]; query head h reads KV head h // (H / G).
         stage: says which pairs are visible and where the rows stand globally; it must compute something.
         scale: factor on q @ k.
+        backend: "flash", "triton" or "auto": the fastest that can do it. A CPU has one only.
     Returns:
         out [B, H, L, Dv] and lse [B, H, L] (natural logarithm), both in the accumulation dtype. A row that sees
         nothing gives out 0 and lse -inf.
     """
-    return _on(q).forward(q, k, v, stage, score, scale)
+    if _on_cpu(q):
+        return kernel_cpu.forward(q, k, v, stage, score, scale)
+    return kernel_gpu.forward(q, k, v, stage, score, scale, backend)
 
 
 def backward(
@@ -57,6 +61,7 @@ def backward(
     stage: Stage,
     score: Score,
     scale: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Gradients of one stage's share of the attention.
 
@@ -65,16 +70,17 @@ def backward(
             the gradient of each stage is exact on its own, and the stages' gradients add up.
         dout: gradient of out; dlse: gradient of the natural-log lse, or None.
     Returns:
-        dq, dk, dv in the accumulation dtype and a gradient per buffer (None where none is wanted).
+        dq, dk, dv in the accumulation dtype, on a GPU in the inputs' (the kernels round them so), and a gradient per
+        buffer (None where none is wanted), in the accumulation dtype.
     """
-    return _on(q).backward(q, k, v, out, lse, dout, dlse, stage, score, scale)
+    if _on_cpu(q):
+        return kernel_cpu.backward(q, k, v, out, lse, dout, dlse, stage, score, scale)
+    return kernel_gpu.backward(q, k, v, out, lse, dout, dlse, stage, score, scale, backend)
 
 
-def _on(q: Tensor) -> ModuleType:
-    if q.device.type == "cpu":
-        return kernel_cpu
-    if q.device.type == "cuda":
-        return kernel_gpu
-    raise NotImplementedError(
-        f"flexcp computes on CUDA devices and CPUs, but q is on {q.device}; move it to one of them"
-    )
+def _on_cpu(q: Tensor) -> bool:
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"flexcp computes on CUDA devices and CPUs, but q is on {q.device}; move it to one of them"
+        )
+    return q.device.type == "cpu"

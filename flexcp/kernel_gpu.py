@@ -1,16 +1,20 @@
-"""The compiled kernel: torch's flex_attention operators, forward and backward, on Triton.
+"""The compiled kernel: torch's flex_attention operators, forward and backward, on FLASH or Triton.
 
-A *program* is one operator compiled for one mask code, one score code, and the shapes, strides and dtypes of its
-inputs. Whatever masks and scores capture are inputs, too, so that new documents or a new layout are new data for an
-old program. The operators are traced with make_fx and handed to inductor, since Dynamo does not take the backward
-operator by itself (torch 2.11). The unfused path, which would materialise all scores, is never taken.
+A *program* is one operator compiled for one backend, one mask code, one score code, and the shapes, strides and dtypes
+of its inputs. Whatever masks and scores capture are inputs, too (`lift`), so that new documents or a new layout are new
+data for an old program. The operators are traced with make_fx and handed to inductor, since Dynamo does not take the
+backward operator by itself (torch 2.11). The unfused path, which would materialise all scores, is never taken.
+
+FLASH (FlashAttention-4) is the faster one and knows less; where it cannot do what a call needs, Triton does it.
 """
 
+import importlib.util
 import math
+import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp import compat
+from flexcp.lift import NO_SCORE, Function, for_flash, lift, restate, scalars
 from flexcp.planner import Stage
 
 if TYPE_CHECKING:
@@ -38,36 +43,27 @@ _TENSORS = (
 )
 
 
-@dataclass(frozen=True)
-class _Function:
-    """A mask_mod or score_mod in local indices, with every tensor it reads as an input.
-
-    Attributes:
-        call: (*indices, *tensors) -> result; a score_mod's first index is the score.
-        tensors: in order.
-        code: what tells programs apart.
-    """
-
-    call: Callable[..., Tensor]
-    tensors: tuple[Tensor, ...]
-    code: str
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """See `flexcp.kernel.forward`; out comes rounded to q's dtype, lse is fp32."""
-    mask, modified = _functions(stage, score, q)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
-        out, lse, _ = compat.flex_operator(
-            q, k, v, modified.call, block_mask, scale, _options(modified), score_tensors, mask_tensors
-        )
-        return out, lse
+    def attend_on(backend: str) -> tuple[Tensor, Tensor]:
+        mask, modified = _functions(stage, score, q, backend)
 
-    arguments = (q, k, v, *_block_tensors(stage), *modified.tensors, *mask.tensors)
-    key = ("forward", mask.code, modified.code, scale, stage.block_mask.BLOCK_SIZE)
-    out, lse = _run(key, lambda: attend, arguments)
-    return out, lse * _LN2
+        def attend(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
+            options = _options(modified, backend)
+            out, lse, _ = compat.flex_operator(
+                q, k, v, modified.call, block_mask, scale, options, score_tensors, mask_tensors
+            )
+            return out, lse * _lse_unit(backend)
+
+        arguments = (q, k, v, *_block_tensors(stage), *modified.inputs, *mask.inputs)
+        key = ("forward", backend, mask.code, modified.code, scale, stage.block_mask.BLOCK_SIZE)
+        return _run(key, lambda: attend, arguments)
+
+    return _on_best(_backends(q, backend, None), attend_on)
 
 
 def backward(
@@ -81,61 +77,152 @@ def backward(
     stage: Stage,
     score: "Score",
     scale: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """See `flexcp.kernel.backward`; dq, dk and dv come rounded to the inputs' dtype, in fp32."""
-    mask, modified = _functions(stage, score, q)
-    needs_grad = (*score.needs_grad, *[False] * (len(modified.tensors) - len(score.needs_grad)))
-
+    """See `flexcp.kernel.backward`; dq, dk and dv come in the inputs' dtype."""
     given = () if dlse is None else (dlse,)
 
-    def pull_back(joint, q, k, v, out, lse, dout, *tensors: Tensor):
-        dlse, tensors = (tensors[0], tensors[1:]) if given else (torch.zeros_like(lse), tensors)
-        block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
-        dq, dk, dv, dbuffers = compat.flex_backward_operator(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            dlse,
-            modified.call,
-            joint,
-            block_mask,
-            scale,
-            _options(modified),
-            score_tensors,
-            mask_tensors,
-        )
-        return (dq, dk, dv, *[grad for grad, needed in zip(dbuffers, needs_grad) if needed])
+    def pull_back_on(backend: str) -> tuple[Tensor, ...]:
+        mask, modified = _functions(stage, score, q, backend)
+        needs_grad = (*score.needs_grad, *[False] * (len(modified.tensors) - len(score.needs_grad)))
+        unit = _lse_unit(backend)
 
-    def make() -> Callable[..., Any]:
-        return partial(pull_back, _joint_graph(modified, needs_grad, q))
+        def pull_back(joint, q, k, v, out, lse, dout, *tensors: Tensor):
+            dlse = None if backend == "FLASH" else torch.zeros_like(lse)
+            if given:
+                dlse, tensors = tensors[0] * unit, tensors[1:]
+            block_mask, score_tensors, mask_tensors = _arguments(stage, tensors, modified, mask)
+            options = _options(modified, backend)
+            dq, dk, dv, dbuffers = compat.flex_backward_operator(
+                q,
+                k,
+                v,
+                out,
+                lse / unit,
+                dout,
+                dlse,
+                modified.call,
+                joint,
+                block_mask,
+                scale,
+                options,
+                score_tensors,
+                mask_tensors,
+            )
+            return (dq, dk, dv, *[grad.float() for grad, needed in zip(dbuffers, needs_grad) if needed])
 
-    # The operators' own lse is a logarithm to the base 2.
-    given = tuple(x * _LN2 for x in given)
-    arguments = (q, k, v, out, lse / _LN2, dout, *given, *_block_tensors(stage), *modified.tensors, *mask.tensors)
-    key = ("backward", mask.code, modified.code, needs_grad, bool(given), scale, stage.block_mask.BLOCK_SIZE)
-    dq, dk, dv, *rest = _run(key, make, arguments)
+        def make() -> Callable[..., Any]:
+            joint = _joint_graph(modified, needs_grad, q)
+            return partial(pull_back, restate(joint) if backend == "FLASH" else joint)
+
+        arguments = (q, k, v, out, lse, dout, *given, *_block_tensors(stage), *modified.inputs, *mask.inputs)
+        key = ("backward", backend, mask.code, modified.code, needs_grad, bool(given), scale)
+        return _run((*key, stage.block_mask.BLOCK_SIZE), make, arguments)
+
+    _, modified = _functions(stage, score, q, "TRITON")
+    backends = _backends(q, backend, _backward_refusal(q, k, score, modified, dlse))
+    dq, dk, dv, *rest = _on_best(backends, pull_back_on)
     grads = iter(rest)
-    return dq.float(), dk.float(), dv.float(), [next(grads).float() if needed else None for needed in score.needs_grad]
+    return dq, dk, dv, [next(grads) if needed else None for needed in score.needs_grad]
 
 
-# By stage: its lifted mask_mod, and the tables that lead a score to global indices. Lifting costs milliseconds,
-# and a stage is called again by every layer.
-_lifted: "weakref.WeakKeyDictionary[BlockMask, tuple[_Function, tuple[Tensor, ...]]]" = weakref.WeakKeyDictionary()
+def _lse_unit(backend: str) -> float:
+    """What one unit of the operators' own lse is as a natural logarithm: Triton's has the base 2."""
+    return 1.0 if backend == "FLASH" else _LN2
 
 
-def _functions(stage: Stage, score: "Score", q: Tensor) -> tuple[_Function, _Function]:
+@cache
+def flash_is_available(device: torch.device) -> bool:
+    """Whether FlashAttention-4 is installed and made for this GPU (Hopper or Blackwell)."""
+    try:
+        installed = importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        installed = False
+    return installed and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _backends(q: Tensor, wanted: str, refusal: str | None) -> tuple[str, ...]:
+    """In the order in which they are tried.
+
+    Args:
+        refusal: why FLASH would not do, whatever the device; None: it would.
+    """
+    if wanted != "auto":
+        return (wanted.upper(),)
+    if q.dtype not in (torch.float16, torch.bfloat16) or not flash_is_available(q.device):
+        return ("TRITON",)
+    if refusal is not None:
+        _warn_once(f"flexcp: Triton runs attention, slower, since FLASH {refusal}")
+        return ("TRITON",)
+    return ("FLASH", "TRITON")
+
+
+def _on_best(backends: tuple[str, ...], call: Callable[[str], Any]) -> Any:
+    *better, last = backends
+    for backend in better:
+        try:
+            return call(backend)
+        except _CannotCompile as error:
+            _warn_once(f"flexcp: {last} runs attention, slower, since {error}")
+    return call(last)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _backward_refusal(q: Tensor, k: Tensor, score: "Score", modified: Function, dlse: Tensor | None) -> str | None:
+    """Why FLASH (flash-attn-4 4.0.0b8, torch 2.11) would not do a backward."""
+    if dlse is not None:
+        return "has no gradient through lse"
+    if any(score.needs_grad):
+        return "has no gradient of tensors that a score_mod captures"
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up dq in no fixed order, and deterministic algorithms were asked for"
+    if modified.reads_indices and q.shape[1] != k.shape[1]:
+        # Measured on an H200: it divides q_idx by the query heads of a KV head, as if they were packed.
+        return "gives a score_mod wrong indices in backward where query heads share a KV head"
+    return None
+
+
+# By stage: its lifted mask_mod, for each backend, and the tables that lead a score to global indices. Lifting costs
+# milliseconds, and a stage is called again by every layer.
+_lifted: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+
+
+def _functions(stage: Stage, score: "Score", q: Tensor, backend: str) -> tuple[Function, Function]:
     """The stage's mask and the score, both in local indices."""
-    if stage.block_mask not in _lifted:
-        last = torch.tensor(stage.seq_len - 1, dtype=torch.int32, device=q.device)
-        tables = stage.q_start.to(torch.int32), stage.kv_start.to(torch.int32), last
-        _lifted[stage.block_mask] = _lift(stage.block_mask.mask_mod, q.device), tables
-    mask, tables = _lifted[stage.block_mask]
+    kept = _lifted.setdefault(stage.block_mask, {})
+    mask = _kept(kept, (backend, q.shape[0]), lambda: lift(stage.block_mask.mask_mod, 4, (), q.device), backend, q)
     if score.function is None:
-        return mask, _Function(_keep, (), "")
+        return mask, NO_SCORE
+    if "tables" not in kept:
+        last = torch.tensor(stage.seq_len - 1, dtype=torch.int32, device=q.device)
+        kept["tables"] = stage.q_start.to(torch.int32), stage.kv_start.to(torch.int32), last
+    tensors = (*(x.detach() for x in score.buffers), *kept["tables"])
+    key = (backend, q.shape[0], _identity(score.function), *((x.shape, x.dtype) for x in tensors))
+    function = _in_local_indices(stage, score)
+    modified = _kept(kept, key, lambda: lift(function, 5, tensors, q.device), backend, q)
+    return mask, replace(modified, tensors=(*tensors, *modified.tensors[len(tensors) :]))
+
+
+def _kept(kept: dict[Any, Any], key: tuple, make: Callable[[], Function], backend: str, q: Tensor) -> Function:
+    if key not in kept:
+        kept[key] = for_flash(make(), q.shape[0]) if backend == "FLASH" else make()
+    return kept[key]
+
+
+def _identity(function: Callable[..., Tensor]) -> Any:
+    """What two equal score_mods share: their code, where that says all of them."""
+    if isinstance(function, torch.fx.GraphModule) and any(node.op == "get_attr" for node in function.graph.nodes):
+        return function
+    return getattr(function, "code", function)
+
+
+def _in_local_indices(stage: Stage, score: "Score") -> Callable[..., Tensor]:
     function, count = score.function, len(score.buffers)
+    assert function is not None
     q_size, kv_size = stage.block_mask.BLOCK_SIZE
 
     def in_local_indices(s, b, h, q_idx, kv_idx, *tensors):
@@ -145,39 +232,13 @@ def _functions(stage: Stage, score: "Score", q: Tensor) -> tuple[_Function, _Fun
         kv_pos = torch.minimum(kv_start[kv_idx // kv_size] + kv_idx % kv_size, last)
         return function(s, b, h, q_pos, kv_pos, *tensors[:count])
 
-    tensors = (*(x.detach() for x in score.buffers), *tables)
-    code = getattr(function, "code", None) or f"{function!r} {id(function)}"
-    return mask, _Function(in_local_indices, tensors, code)
+    return in_local_indices
 
 
-def _keep(s, b, h, q_idx, kv_idx):
-    return s
-
-
-def _lift(mask_mod: Callable[..., Tensor], device: torch.device) -> _Function:
-    """Traces a mask_mod on scalars and turns every tensor that it captured into an input."""
-    index = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
-    with torch.no_grad(), compat.TransformGetItemToIndex():
-        graph_module = make_fx(mask_mod)(*index)
-    graph = graph_module.graph
-    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    captured: list[Tensor] = []
-    for node in list(graph.nodes):
-        if node.op == "get_attr":
-            with graph.inserting_after(last_input):
-                last_input = graph.placeholder(f"captured_{len(captured)}")
-            captured.append(getattr(graph_module, node.target))
-            node.replace_all_uses_with(last_input)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-    graph_module.recompile()
-    return _Function(graph_module, tuple(captured), graph_module.code)
-
-
-def _joint_graph(score: _Function, needs_grad: tuple[bool, ...], q: Tensor) -> Any:
+def _joint_graph(score: Function, needs_grad: tuple[bool, ...], q: Tensor) -> Any:
     """The gradient of the score_mod, traced with no saved-tensor hook active."""
-    index = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(4)]
-    buffers = tuple(x.detach().requires_grad_(needed) for x, needed in zip(score.tensors, needs_grad))
+    _, *index = scalars(5, q.device)
+    buffers = tuple(x.detach().requires_grad_(needed) for x, needed in zip(score.inputs, needs_grad))
     with compat.autograd_enabled(), compat.TransformGetItemToIndex(), compat.no_saved_tensor_hooks():
         _, joint = compat.create_joint_graph(score.call, (q.new_zeros((), requires_grad=True), *index), buffers)
     return joint
@@ -187,7 +248,7 @@ def _block_tensors(stage: Stage) -> tuple[Tensor, ...]:
     return tuple(getattr(stage.block_mask, name) for name in _TENSORS)
 
 
-def _arguments(stage: Stage, tensors: tuple[Tensor, ...], score: _Function, mask: _Function):
+def _arguments(stage: Stage, tensors: tuple[Tensor, ...], score: Function, mask: Function):
     """Sorts a program's trailing inputs into the operator's block mask tuple, score tensors and mask tensors."""
     blocks, rest = tensors[: len(_TENSORS)], tensors[len(_TENSORS) :]
     block_mask = BlockMask(
@@ -200,11 +261,11 @@ def _arguments(stage: Stage, tensors: tuple[Tensor, ...], score: _Function, mask
     return block_mask.as_tuple(), tuple(rest[:count]), tuple(rest[count:])
 
 
-def _options(score: _Function) -> dict[str, Any]:
+def _options(score: Function, backend: str) -> dict[str, Any]:
     # Triton pipelines the loads of a score's tables, too, and with its usual three stages they overflow shared memory.
     pipelining = {"num_stages": 1} if score.tensors else {}
     return pipelining | {
-        "BACKEND": "TRITON",
+        "BACKEND": backend,
         "PRESCALE_QK": False,
         "ROWS_GUARANTEED_SAFE": False,
         "BLOCKS_ARE_CONTIGUOUS": False,
@@ -214,7 +275,11 @@ def _options(score: _Function) -> dict[str, Any]:
     }
 
 
-_programs: dict[tuple, Callable[..., Any]] = {}
+class _CannotCompile(RuntimeError):
+    """The backend refused the program; its own error is the cause."""
+
+
+_programs: dict[tuple, Callable[..., Any] | _CannotCompile] = {}
 
 
 def _run(key: tuple, make: Callable[[], Callable[..., Any]], arguments: tuple[Tensor, ...]) -> Any:
@@ -222,8 +287,28 @@ def _run(key: tuple, make: Callable[[], Callable[..., Any]], arguments: tuple[Te
     key = (*key, *((x.shape, x.stride(), x.dtype, x.device) for x in arguments))
     program = _programs.get(key)
     if program is None:
-        program = _programs[key] = _compile(make(), arguments)
+        try:
+            program = _compile(make(), arguments)
+            result = program(*arguments)  # FLASH finishes its build in the first call
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            program = _CannotCompile(f"{key[1]} cannot run this mask or score: {_root(error)}")
+            program.__cause__ = error
+        else:
+            _programs[key] = program
+            return result
+        _programs[key] = program
+    if isinstance(program, _CannotCompile):
+        raise program
     return program(*arguments)
+
+
+def _root(error: BaseException) -> str:
+    """One line on where the error began; what the compiler wraps around it prints whole graphs."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
 
 
 def _compile(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:

@@ -21,6 +21,13 @@ pytestmark = [
 ]
 
 S, H, G, D = 1000, 4, 2, 64
+FLASH = pytest.param(
+    "flash",
+    marks=pytest.mark.skipif(
+        not torch.cuda.is_available() or not kernel_gpu.flash_is_available(torch.device("cuda")),
+        reason="flash-attn-4 is not installed, or not for this GPU",
+    ),
+)
 
 
 def softcap(s, b, h, q, kv):
@@ -54,7 +61,7 @@ def make_masks() -> dict:
     return {name: mask.to("cuda") for name, mask in every.items()}
 
 
-def by_ranks(mask, comm: str, cp: int, q, k, v, dout, score: Score) -> dict[str, Tensor]:
+def by_ranks(mask, comm: str, cp: int, q, k, v, dout, score: Score, backend: str) -> dict[str, Tensor]:
     """Every rank in turn; gradients summed where the ranks would sum them."""
     total: dict[str, Tensor] = {}
     scale = D**-0.5
@@ -71,13 +78,13 @@ def by_ranks(mask, comm: str, cp: int, q, k, v, dout, score: Score) -> dict[str,
         keys = [[torch.cat([of[r].shard(x, dim=2) for r in s.sources], 2) for x in (k, v)] for s in stages]
         out = lse = None
         for stage, (ks, vs) in zip(stages, keys):
-            partial = kernel.forward(shard(q), ks, vs, stage, score, scale)
+            partial = kernel.forward(shard(q), ks, vs, stage, score, scale, backend)
             out, lse = partial if out is None else merge(out, lse, *partial)
         assert (out[:, :, ~real] == 0).all()
         total["out"][:, :, rows[real]] = out[:, :, real].float()
         for stage, (ks, vs) in zip(stages, keys):
             dq, dk, dv, db = kernel.backward(
-                shard(q), ks, vs, out.to(q.dtype), lse, shard(dout), None, stage, score, scale
+                shard(q), ks, vs, out.to(q.dtype), lse, shard(dout), None, stage, score, scale, backend
             )
             total["dq"][:, :, rows[real]] += dq[:, :, real]
             columns = torch.cat([of[r].layout.positions(r) for r in stage.sources]).cuda()
@@ -89,16 +96,20 @@ def by_ranks(mask, comm: str, cp: int, q, k, v, dout, score: Score) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("mask_name", "score", "comm"),
+    ("mask_name", "score", "comm", "cp", "backend"),
     [
-        ("causal", "none", "gather"),
-        ("causal", "none", "ring"),
-        ("document", "softcap", "ring"),
-        ("window", "learned_bias", "gather"),
-        ("full", "learned_bias", "ring"),
+        ("causal", "none", "gather", 4, "triton"),
+        ("causal", "none", "ring", 8, "triton"),
+        ("document", "softcap", "ring", 4, "triton"),
+        ("window", "learned_bias", "gather", 4, "triton"),
+        ("full", "learned_bias", "ring", 4, "triton"),
+        pytest.param("causal", "none", "ring", 8, *FLASH.values, marks=FLASH.marks),
+        pytest.param("document", "softcap", "gather", 4, *FLASH.values, marks=FLASH.marks),
     ],
 )
-def test_ranks_equal_the_oracle_as_well_as_one_device_does(mask_name: str, score: str, comm: str) -> None:
+def test_ranks_equal_the_oracle_as_well_as_one_device_does(
+    mask_name: str, score: str, comm: str, cp: int, backend: str
+) -> None:
     torch.manual_seed(0)
     mask = make_masks()[mask_name]
     q, dout = (torch.randn(1, H, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -109,7 +120,7 @@ def test_ranks_equal_the_oracle_as_well_as_one_device_does(mask_name: str, score
     if score == "learned_bias":
         dense_score = lambda s, bias: s + bias[(i[:, None] - i).abs()]  # noqa: E731
     buffers = (bias,) if score == "learned_bias" else ()
-    got = by_ranks(mask, comm, 4, q, k, v, dout, Score(function, buffers, (True,) * len(buffers)))
+    got = by_ranks(mask, comm, cp, q, k, v, dout, Score(function, buffers, (True,) * len(buffers)), backend)
     want = oracle.results(q, k, v, dense(mask), dense_score, bias, dout, torch.zeros(1, H, S, device="cuda"))
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
@@ -129,7 +140,7 @@ def test_ranks_equal_the_oracle_as_well_as_one_device_does(mask_name: str, score
     for name, value in got.items():
         reference = want[name]
         error, own = ((x.double() - reference).abs().max() for x in (value, one[name]))
-        print(f"{mask_name} {score} {comm} {name}: {error:.2e}, one device {own:.2e}")
+        print(f"{mask_name} {score} {comm} {backend} {name}: {error:.2e}, one device {own:.2e}")
         assert not value.isnan().any()
         assert error <= 2 * own + 1e-3 * reference.abs().max(), name
 
@@ -164,3 +175,30 @@ def test_new_documents_are_new_data_for_old_programs() -> None:
     for length in range(100, 400, 10):
         step(torch.arange(1024) // length)
     assert len(kernel_gpu._programs) == programs
+
+
+def test_auto_is_flash_where_it_can_and_says_where_not() -> None:
+    """A learned bias and a score that reads indices under grouped heads go to Triton, with one warning each."""
+    if not kernel_gpu.flash_is_available(torch.device("cuda")):
+        pytest.skip("flash-attn-4 is not installed, or not for this GPU")
+    torch.manual_seed(0)
+    plan = flexcp.plan(masks.causal().to("cuda"), S, 1, device="cuda")
+    (stage,) = plan.schedules["mask"].stages
+    q, k, v = (plan.shard(torch.randn(1, h, S, D, device="cuda", dtype=torch.bfloat16), dim=2) for h in (H, G, G))
+    distance = torch.arange(S, device="cuda") * -0.01
+
+    def gradients(score: Score, backend: str) -> list[Tensor]:
+        out, lse = kernel.forward(q, k, v, stage, score, D**-0.5, backend)
+        return kernel.backward(q, k, v, out, lse, torch.ones_like(q), None, stage, score, D**-0.5, backend)[:3]
+
+    before = set(kernel_gpu._programs)
+    for score, backward in (
+        (Score(None), "FLASH"),
+        (Score(by_distance, (distance,), (True,)), "TRITON"),
+        (Score(by_distance, (distance,), (False,)), "TRITON"),
+    ):
+        for got, want in zip(gradients(score, "auto"), gradients(score, "triton")):
+            torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+        mine = {key[:2] for key in set(kernel_gpu._programs) - before}
+        assert ("backward", backward) in mine
+        before = set(kernel_gpu._programs)
