@@ -78,8 +78,8 @@ class Attention(nn.Module):
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.ratio = config.num_heads // config.num_kv_heads
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.grouped = config.num_heads != config.num_kv_heads
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
@@ -88,19 +88,25 @@ class Attention(nn.Module):
     def forward(
         self, x_BSC: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask, score_mod: Callable | None
     ) -> Tensor:
-        q_BHSD, k_BGSD, v_BGSD = (
-            rearrange(proj(x_BSC), "b s (h d) -> b h s d", d=self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q_BHSD, k_BGSD, v_BGSD = self.project(x_BSC, cos, sin)
         out_BHSD = flex_attention(
-            apply_rope(q_BHSD, cos, sin),
-            apply_rope(k_BGSD, cos, sin),
-            v_BGSD,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            enable_gqa=self.grouped,
+            q_BHSD, k_BGSD, v_BGSD, score_mod=score_mod, block_mask=block_mask, enable_gqa=self.ratio > 1
         )
         return self.o_proj(rearrange(out_BHSD, "b h s d -> b s (h d)"))
+
+    def project(
+        self, x_BSC: Tensor, cos: Tensor, sin: Tensor, keys: slice | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, S, D], k and v [B, G, S, D], rotated; only those of some KV heads where `keys` names them."""
+        if keys is None:
+            parts = self.q_proj(x_BSC), self.k_proj(x_BSC), self.v_proj(x_BSC)
+        else:
+            parts = (
+                F.linear(x_BSC, proj.weight[keys.start * heads * self.head_dim : keys.stop * heads * self.head_dim])
+                for proj, heads in ((self.q_proj, self.ratio), (self.k_proj, 1), (self.v_proj, 1))
+            )
+        q_BHSD, k_BGSD, v_BGSD = (rearrange(part, "b s (h d) -> b h s d", d=self.head_dim) for part in parts)
+        return apply_rope(q_BHSD, cos, sin), apply_rope(k_BGSD, cos, sin), v_BGSD
 
 
 class SwiGLU(nn.Module):
@@ -117,10 +123,15 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention, then SwiGLU, each behind its norm and beside its residual."""
+    """One decoder layer: attention, then SwiGLU, each behind its norm and beside its residual.
+
+    What stands before and after attention can also be called by itself: it treats every token alone, so that a long
+    sequence can go through it a tile at a time.
+    """
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
@@ -130,6 +141,17 @@ class Layer(nn.Module):
         self, x_BSC: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask, score_mod: Callable | None
     ) -> Tensor:
         x_BSC = x_BSC + self.attn(self.attn_norm(x_BSC), cos, sin, block_mask, score_mod)
+        return x_BSC + self.mlp(self.mlp_norm(x_BSC))
+
+    def before_attention(
+        self, x_BSC: Tensor, cos: Tensor, sin: Tensor, keys: slice | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, S, D], k and v [B, G, S, D]; only those of some KV heads where `keys` names them."""
+        return self.attn.project(self.attn_norm(x_BSC), cos, sin, keys)
+
+    def after_attention(self, x_BSC: Tensor, out_BSA: Tensor) -> Tensor:
+        """The layer's result from its input and the heads' output side by side, [B, S, H * D]."""
+        x_BSC = x_BSC + self.attn.o_proj(out_BSA)
         return x_BSC + self.mlp(self.mlp_norm(x_BSC))
 
 
@@ -161,8 +183,9 @@ class Llama3(nn.Module):
         positions: Tensor | None = None,
         block_mask: BlockMask | None = None,
         score_mod: Callable | None = None,
+        head: Callable[[Tensor, nn.Module, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V] in the dtype of the parameters.
+        """Logits [B, S, V] in the dtype of the parameters, or what `head` makes instead of them.
 
         Args:
             tokens: [B, S] int64.
@@ -170,6 +193,8 @@ class Llama3(nn.Module):
             block_mask: what each token sees; causal over the given tokens where left out, never full.
                 Under context parallelism this is `plan.block_mask`.
             score_mod: changes the scores, as in flex_attention.
+            head: called with the residual stream [B, S, C] before the last norm, that norm, and the weight [V, C] of
+                the head, where logits of all tokens would be too large (`flexcp.loss`).
 
         Raises:
             ValueError: where the shapes of tokens and positions do not fit.
@@ -192,6 +217,8 @@ class Llama3(nn.Module):
         )
         for layer in self.layers:
             x_BSC = layer(x_BSC, cos, sin, block_mask, score_mod)
+        if head is not None:
+            return head(x_BSC, self.norm, self.embed.weight if self.head is None else self.head.weight)
         x_BSC = self.norm(x_BSC)
         return F.linear(x_BSC, self.embed.weight) if self.head is None else self.head(x_BSC)
 
