@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,32 +21,38 @@ from flexcp.comm import Link
 from flexcp.table import Table
 
 # Fixed, so that another version of flexcp, with other fields, is told and not waited for.
-_FIELDS, _TEXT_BYTES = 16, 240
+_FIELDS, _TEXT_BYTES = 16, 400
+_REFUSED = -1  # in the place of every field: this rank has raised
 
 
 class PlanMismatch(ValueError):
-    """Ranks of one group made plans that differ; raised on all of them."""
+    """Ranks of one group made plans that differ, or one of them could make none; raised on all others, too."""
 
 
-def agree(link: Link, fields: Mapping[str, object], device: torch.device) -> None:
+def agree(link: Link | None, fields: Mapping[str, object], device: torch.device) -> None:
     """Compares the fields between all ranks. A collective.
 
     Raises:
-        PlanMismatch: on every rank, with the first field that differs, the ranks that differ and their values.
+        PlanMismatch: on every rank, with the first field that differs, the ranks that differ and their values; or with
+            what another rank raised inside `others_are_told`.
     """
-    if link.size == 1:
+    if link is None or link.size == 1:
         return
     texts = {name: str(value) for name, value in fields.items()}
     digests = [_number(name + text) for name, text in texts.items()]
     mine = torch.tensor(digests + [0] * (_FIELDS - len(digests)), dtype=torch.int64, device=device)
     every = link.all_gather(mine).cpu()
+    refused = (every == _REFUSED).all(1).nonzero()[:, 0].tolist()
+    if refused:
+        said = _tell(link, "", device)
+        raise PlanMismatch(f"rank {refused[0]} of the group could not plan: {said[refused[0]]}")
     differs = (every != every[:1]).any(0).nonzero()[:, 0].tolist()
     if not differs:
         return
     at = differs[0]
     # All ranks have seen the same numbers and so come here together.
     name, text = list(texts.items())[at] if at < len(texts) else ("number of fields", str(len(texts)))
-    said = [_decode(row) for row in link.all_gather(_encode(f"{name}\n{text}").to(device)).cpu()]
+    said = _tell(link, f"{name}\n{text}", device)
     usual, _ = Counter(said).most_common(1)[0]
     odd = [rank for rank, what in enumerate(said) if what != usual] or list(range(1, link.size))
     values = "; ".join(f"rank {rank}: {said[rank].partition(chr(10))[2]}" for rank in odd[:4])
@@ -54,6 +61,25 @@ def agree(link: Link, fields: Mapping[str, object], device: torch.device) -> Non
         f"the ranks planned different things: {ranks} with the others about {usual.partition(chr(10))[0]} "
         f"({values}; the others: {usual.partition(chr(10))[2]}); call flexcp.plan with equal arguments on every rank"
     )
+
+
+@contextmanager
+def others_are_told(link: Link | None, device: torch.device) -> Iterator[None]:
+    """What is raised inside ends all ranks: the others wait for this one in `agree`, so it goes there first."""
+    try:
+        yield
+    except PlanMismatch:  # all ranks know
+        raise
+    except Exception as error:
+        if link is not None and link.size > 1:
+            link.all_gather(torch.full((_FIELDS,), _REFUSED, dtype=torch.int64, device=device))
+            _tell(link, f"{type(error).__name__}: {error}", device)
+        raise
+
+
+def _tell(link: Link, text: str, device: torch.device) -> list[str]:
+    """The text of each rank."""
+    return [_decode(row) for row in link.all_gather(_encode(text).to(device)).cpu()]
 
 
 def table_digest(table: Table) -> str:

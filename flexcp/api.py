@@ -11,12 +11,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp import balance as balancing
 from flexcp import planner, sharding
-from flexcp.agreement import agree, mask_digest, table_digest
+from flexcp.agreement import agree, mask_digest, others_are_told, table_digest
 from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
 from flexcp.comm import Link
 from flexcp.cost import CostModel
 from flexcp.dispatch import Token
 from flexcp.errors import unknown
+from flexcp.group import ranks_of, ulysses_ranks
+from flexcp.heads import check_heads
 from flexcp.layout import Layout
 from flexcp.planner import Schedule
 from flexcp.table import Table, num_blocks, rows_of, table_of
@@ -37,6 +39,7 @@ def plan(
     balance: str = "auto",
     comm: str = "auto",
     head_groups: int | None = None,
+    ulysses: int | None = None,
     cost: CostModel | None = None,
     like: "Plan | None" = None,
     device: torch.device | str | None = None,
@@ -50,7 +53,8 @@ def plan(
             whole sequence; or several by name, for a model whose layers differ.
         seq_len: S, tokens of the whole sequence; any length, the tail is padded inside.
         mesh: the `cp` group: a DeviceMesh that is one-dimensional or has a dimension named "cp"; or the size of a group
-            that does not exist yet (1 does).
+            that does not exist yet (1 does). With a dimension named "ulysses" after that, the group is of both, and the
+            ranks along it share the heads.
         rank: whose plan this is, where mesh is a size; default 0.
         batch, heads: how many batch rows and query heads a plain mask_mod distinguishes; None: it reads neither.
         block_size: tokens, or (queries, keys); None: the BlockMask's own, else 128.
@@ -58,11 +62,16 @@ def plan(
             "affinity" (chunks that see the same keys together, as far as balance allows), or "auto": of all these the
             one whose slowest rank, at the larger of computation and communication, is the fastest.
         comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": exchange where it moves
-            clearly less than gather.
+            clearly less than gather. "ulysses": ranks swap rows for heads, and each computes some heads of the whole
+            sequence. "ulysses+gather", "ulysses+ring", "ulysses+exchange": runs of ranks share the heads, and keys move
+            between these as the second word says.
         head_groups: into how many groups of KV heads gather and exchange divide their work, so that the keys of the
             next group arrive while one is computed; None: as many as the cost model finds best, or 1 where both layout
             and comm are named. A number that does not divide the model's KV heads counts as its greatest divisor in
             common with them.
+        ulysses: how many consecutive ranks share the heads, for a comm that begins with ulysses, which it makes of
+            "auto"; None: the mesh's dimension of that name, all ranks for "ulysses", and for the others the greatest
+            divisor of cp_size below itself that divides the KV heads of `cost`.
         cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
         like: the plan of an earlier step over the same length and group, for a mask that changes from step to step
             (packed documents): kind of communication and head groups stay its own, and no buffer becomes smaller, so
@@ -77,30 +86,31 @@ def plan(
     >>> plan.local_len, plan.positions[0, :3].tolist()
     (512, [512, 513, 514])
     """
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-        raise ValueError(f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}")
-    for what, number in (("batch", batch), ("heads", heads), ("head_groups", head_groups), ("rank", rank)):
-        least = 0 if what == "rank" else 1
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise ValueError(f"{what} is a whole number, at least {least}, got {number!r}")
-    _check_name("balance", balance, balancing.BALANCES)
-    _check_name("comm", comm, ("auto", *planner.COMMS))
-    link, size, rank, mesh_device = _group(mesh, rank)
-    device = torch.device(device or mesh_device)
-    blocks = _block_size(block_size)
-    masks = dict(mask) if isinstance(mask, Mapping) else {_ONLY: mask}
-    if not masks:
-        raise ValueError("plan was given no mask at all; name at least one")
-    sources = {name: block_source(one, seq_len, blocks, batch, heads, device) for name, one in masks.items()}
-    sizes = {source.block_size for source in sources.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
-    if like is not None:
-        _check_like(like, seq_len, size, list(masks))
-        comm = like.comm if comm == "auto" else comm
-        head_groups = head_groups or next(iter(like.schedules.values())).head_groups
-    shared = _Shared(link, size, device)
-    if link is not None:
+    ranks = ranks_of(mesh, rank)
+    link, size, rank = ranks.link, ranks.size, ranks.rank
+    with others_are_told(link, torch.device(ranks.device)):
+        _check_numbers(seq_len, batch=batch, heads=heads, head_groups=head_groups, ulysses=ulysses)
+        _check_name("balance", balance, balancing.BALANCES)
+        _check_name("comm", comm, ("auto", *planner.COMMS))
+        device = torch.device(device or ranks.device)
+        blocks = _block_size(block_size)
+        masks = dict(mask) if isinstance(mask, Mapping) else {_ONLY: mask}
+        if not masks:
+            raise ValueError("plan was given no mask at all; name at least one")
+        if like is not None:
+            _check_like(like, seq_len, size, list(masks))
+            head_groups = head_groups or next(iter(like.schedules.values())).head_groups
+            if comm == "auto":
+                comm, ulysses = like.comm, ulysses or like.ulysses
+        model = cost or CostModel()
+        ulysses = ulysses_ranks(comm, ulysses or ranks.ulysses, size, model.shape.num_kv_heads)
+        sources = {name: block_source(one, seq_len, blocks, batch, heads, device) for name, one in masks.items()}
+        known_heads = [source.heads for source in sources.values() if source.heads > 1]
+        for number in known_heads if cost is None else [*known_heads, cost.shape.num_heads]:
+            check_heads(number, ulysses)
+        sizes = {source.block_size for source in sources.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
         asked = {
             "version": f"flexcp {__version__}, torch {torch.__version__}",
             "seq_len": seq_len,
@@ -108,44 +118,54 @@ def plan(
             "block_size": sizes,
             "batch": [source.batch for source in sources.values()],
             "heads": [source.heads for source in sources.values()],
-            "mask": "; ".join(map(mask_digest, masks.values())),
+            "mask": "; ".join(map(mask_digest, masks.values())) if link is not None and size > 1 else "",
             "balance": balance,
             "comm": comm,
             "head_groups": head_groups,
+            "ulysses": ulysses,
             "cost": cost or "default",
         }
-        agree(link, asked, device)
-    layout, comm, groups = balancing.choose(
-        balance,
-        comm,
-        seq_len,
-        size,
-        sizes.pop(),
-        lambda: [shared.table(source) for source in sources.values()],
-        cost or CostModel(),
-        head_groups,
-    )
-    if comm != "gather" and size > 1:
-        for source in sources.values():
-            shared.table(source)
-    if link is not None:
-        tables = [table_digest(table) for table in shared.tables]
-        agree(link, {"classes of blocks": tables, "layout": layout, "comm": comm, "head_groups": groups}, device)
-        link.counters.clear()
-    schedules = {
-        name: planner.build_schedule(
-            source,
-            layout,
-            rank,
-            comm,
-            lambda source=source: shared.table(source),
-            device,
-            groups,
-            0 if like is None else like.schedules[name].slots,
+    agree(link, asked, device)
+    with others_are_told(link, device):
+        shared = _Shared(link, size, device)
+        layout, kind, groups = balancing.choose(
+            balance,
+            planner.of_stages(comm),
+            seq_len,
+            size // ulysses,
+            sizes.pop(),
+            lambda: [shared.table(source) for source in sources.values()],
+            model,
+            head_groups,
+            ulysses,
         )
-        for name, source in sources.items()
-    }
-    return Plan(layout, rank, comm, schedules, link, device)
+        if kind != "gather" and layout.cp_size > 1:
+            for source in sources.values():
+                shared.table(source)
+        schedules = {
+            name: planner.build_schedule(
+                source,
+                layout,
+                rank,
+                kind,
+                lambda source=source: shared.table(source),
+                device,
+                groups,
+                0 if like is None else like.schedules[name].slots,
+                ulysses,
+            )
+            for name, source in sources.items()
+        }
+        tables = [table_digest(table) for table in shared.tables] if link is not None and size > 1 else []
+        derived = {"classes of blocks": tables, "layout": layout, "comm": kind, "head_groups": groups}
+    agree(link, derived, device)
+    if link is not None:
+        if ulysses > 1:
+            link.divided(ulysses)
+        link.counters.clear()
+    if comm == "auto":
+        comm = planner.named(kind, ulysses, size)
+    return Plan(layout.divided(ulysses), rank, comm, schedules, link, device)
 
 
 _ONLY = "mask"
@@ -174,12 +194,22 @@ class _Shared:
         rows, num_keys = num_blocks(source)
         share = -(-rows // self.size)
         first = min(self.link.rank * share, rows)
-        counts, bits = rows_of(source, first, min(first + share, rows), self.device)
         # One message: each row's count and its bits.
-        mine = np.zeros((share, 8 + source.heads * bits.shape[2]), dtype=np.uint8)
-        mine[: len(counts), :8] = counts[:, None].view(np.uint8)
-        mine[: len(counts), 8:] = bits.swapaxes(0, 1).reshape(len(counts), mine.shape[1] - 8)
-        every = self.link.all_gather(torch.from_numpy(mine).to(self.device)).cpu().flatten(0, 1)[:rows].numpy()
+        mine = np.zeros((share, 8 + source.heads * -(-num_keys // 8)), dtype=np.uint8)
+        failure: Exception | None = None
+        try:
+            counts, bits = rows_of(source, first, min(first + share, rows), self.device)
+            mine[: len(counts), :8] = counts[:, None].view(np.uint8)
+            mine[: len(counts), 8:] = bits.swapaxes(0, 1).reshape(len(counts), mine.shape[1] - 8)
+        except Exception as error:  # of the user's function, perhaps in this rank's rows alone
+            mine[:, :8] = 255
+            failure = error
+        received = self.link.all_gather(torch.from_numpy(mine).to(self.device)).cpu()
+        if failure is not None:
+            raise failure
+        if (received[:, 0, :8] == 255).all(1).any():
+            agree(self.link, {}, self.device)  # hears from those that failed
+        every = received.flatten(0, 1)[:rows].numpy()
         counts = np.ascontiguousarray(every[:, :8]).view(np.int64)[:, 0]
         bits = every[:, 8:].reshape(rows, source.heads, -1).swapaxes(0, 1)
         return Table(source.block_size, num_keys, counts, bits)
@@ -191,7 +221,8 @@ class Plan:
     Attributes:
         layout: which rank owns which chunk.
         rank, cp_size: this rank's number in the group and the group's size.
-        comm: "gather", "ring" or "exchange".
+        comm: how keys move; one of planner.COMMS.
+        ulysses: ranks that share the heads.
         seq_len: S, real tokens; local_len: L, rows of this rank, padding included.
         schedules: by the mask's name ("mask" where there is only one).
         link: the connection to the group, with counters of what was sent.
@@ -209,6 +240,7 @@ class Plan:
     ) -> None:
         self.layout, self.rank, self.comm, self.schedules, self.device = layout, rank, comm, schedules, device
         self._link = link
+        self.ulysses = next(iter(schedules.values())).ulysses
         self.cp_size, self.seq_len, self.local_len = layout.cp_size, layout.seq_len, layout.local_len
         positions = layout.positions(rank)[None].to(device)
         self.valid = positions < self.seq_len
@@ -252,11 +284,12 @@ class Plan:
     @cached_property
     def whole_sequence_token(self) -> Token:
         """Stands for full attention over the whole sequence, which is what block_mask=None means."""
-        layout, rank, comm, device = self.layout, self.rank, self.comm, self.device
-        some = next(iter(self.schedules.values())).source
-        source = Everything(self.seq_len, some.block_size)
-        groups = next(iter(self.schedules.values())).head_groups
-        schedule = planner.build_schedule(source, layout, rank, comm, lambda: table_of(source, device), device, groups)
+        some, device = next(iter(self.schedules.values())), self.device
+        source = Everything(self.seq_len, some.source.block_size)
+        table = lambda: table_of(source, device)  # noqa: E731
+        schedule = planner.build_schedule(
+            source, some.layout, self.rank, some.comm, table, device, some.head_groups, 0, some.ulysses
+        )
         return Token(self, schedule, device)
 
     def shard(self, x: Tensor, dim: int = 1, pad: float | int | bool | None = None) -> Tensor:
@@ -287,29 +320,6 @@ class Plan:
         return sharding.unshard(x, self.layout, self.link, dim, grad)
 
 
-def _group(mesh: DeviceMesh | int, rank: int | None) -> tuple[Link | None, int, int, str]:
-    """(connection, size, rank, device type); no connection where the group does not exist."""
-    if isinstance(mesh, DeviceMesh):
-        if rank is not None:
-            raise ValueError("rank is for a mesh given as a size; a DeviceMesh knows this process's rank")
-        names = mesh.mesh_dim_names or ()
-        if mesh.ndim != 1 and "cp" not in names:
-            raise ValueError(
-                f"the mesh has dimensions {names or mesh.ndim}, but one must be named 'cp'; slice or name it"
-            )
-        group = mesh.get_group("cp" if "cp" in names else 0)
-        link = Link(group)
-        return link, link.size, link.rank, mesh.device_type
-    if isinstance(mesh, bool) or not isinstance(mesh, int):
-        raise TypeError(f"mesh is a DeviceMesh or the size of the group, got {type(mesh).__name__}")
-    if mesh < 1:
-        raise ValueError(f"a group has at least 1 rank, got mesh={mesh}")
-    rank = rank or 0
-    if not 0 <= rank < mesh:
-        raise ValueError(f"rank is at least 0 and below mesh={mesh}, got {rank}")
-    return Link(None) if mesh == 1 else None, mesh, rank, "cpu"
-
-
 def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
     own = like.seq_len, like.cp_size, list(like.schedules)
     if own != (seq_len, size, names):
@@ -317,6 +327,14 @@ def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
             f"like is a plan of {own[0]} tokens over {own[1]} ranks with masks {own[2]}, but this one is of {seq_len} "
             f"over {size} with {names}; leave like out where they change"
         )
+
+
+def _check_numbers(seq_len: int, **optional: int | None) -> None:
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise ValueError(f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}")
+    for what, number in optional.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{what} is a whole number, at least 1, got {number!r}")
 
 
 def _block_size(given: int | tuple[int, int] | None) -> tuple[int, int] | None:

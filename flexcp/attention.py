@@ -16,6 +16,7 @@ from flexcp.kernel import Score
 from flexcp.merge import merge
 from flexcp.movement import ExchangedGradients, Exchanging, GatheredGradients, Gathering, pack, unpack
 from flexcp.planner import Schedule, Stage
+from flexcp.ulysses import Switch
 
 
 def forward(
@@ -28,6 +29,14 @@ def forward(
     Returns:
         out [B, H, L, Dv] and lse [B, H, L], natural logarithm, in the accumulation dtype.
     """
+    switch = Switch(schedule, q, k, link)
+    return switch.to_rows(*_walk(*switch.to_heads([q], [k, v]), schedule, switch.score(score), scale, switch.link))
+
+
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, score: Score, scale: float, link: Link
+) -> tuple[Tensor, Tensor]:
+    """`forward`, with the heads and rows that this rank computes with."""
     done: dict[int, tuple[Tensor, Tensor]] = {}  # by the first query head of the group
     for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, link):
         first = group.queries.start
@@ -66,13 +75,16 @@ def backward(
         dq, dk, dv in the accumulation dtype, and per buffer a gradient or None.
     """
     dtype = kernel.accumulation_dtype(q.dtype)
+    switch = Switch(schedule, q, k, link)
+    q, out, lse, dout, dlse, k, v = switch.to_heads([q, out, lse, dout, dlse], [k, v])
+    score_here = switch.score(score)
     dq = torch.zeros_like(q, dtype=dtype)
     # A rank whose queries see nothing still has a gradient, 0: the ranks may be about to sum it.
     dbuffers = [
         torch.zeros_like(x, dtype=dtype) if needed else None for x, needed in zip(score.buffers, score.needs_grad)
     ]
-    keys = _KeyGradients(schedule, k, v, dtype, link)
-    for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, link):
+    keys = _KeyGradients(schedule, k, v, dtype, switch.link)
+    for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, switch.link):
         dkv = None
         if stage.block_mask is not None:
             heads = group.queries
@@ -86,7 +98,7 @@ def backward(
                 dout[:, heads],
                 dlse_group,
                 stage,
-                group.score(score),
+                group.score(score_here),
                 scale,
             )
             dq[:, heads] += dq_stage
@@ -94,8 +106,7 @@ def backward(
             dkv = dk_stage.to(dtype), dv_stage.to(dtype)
         keys.send_home(group, stage, dkv)
         del k_stage, v_stage
-    dk, dv = keys.collect()
-    return dq, dk, dv, dbuffers
+    return *switch.to_row_gradients(dq, *keys.collect()), dbuffers
 
 
 def _arrivals(

@@ -50,18 +50,21 @@ def choose(
     tables: Callable[[], Sequence[Table]],
     model: CostModel,
     head_groups: int | None = None,
+    ulysses: int = 1,
 ) -> tuple[Layout, str, int]:
     """The layout, the kind of communication and the number of head groups.
 
     Args:
         balance: one of BALANCES; "auto": the layout whose slowest rank, at the larger of computation and communication,
             is the fastest.
-        comm: "auto": `exchange` where it moves clearly less than `gather`.
+        comm: how keys move in stages: "gather", "ring", "exchange", or "auto": `exchange` where it moves clearly less
+            than `gather`.
         tables: what each mask lets every query block see. Not asked where nothing depends on it; every rank must get
             the same.
         head_groups: None: as many as `CostModel.head_groups` finds best, where the tables are asked at all; else 1.
+        ulysses: ranks that share the heads. cp_size and the layout are of the others, each of which stands for so many.
     """
-    align = math.lcm(*block_size)
+    align = math.lcm(*block_size, ulysses)
     if cp_size == 1:
         balance = "contiguous" if balance == "auto" else balance
         comm = "gather" if comm == "auto" else comm
@@ -74,14 +77,16 @@ def choose(
         layouts = candidates(seq_len, cp_size, align, seen)
         # A new mask must not change the shapes.
         least = min(layout.local_len for layout in layouts)
-        layout = best([evaluate(layout, kind, seen, model) for layout in layouts if layout.local_len == least]).layout
+        layout = best(
+            [evaluate(layout, kind, seen, model, ulysses) for layout in layouts if layout.local_len == least]
+        ).layout
     else:
         layout = make(balance, seq_len, cp_size, align, seen)
     if comm == "auto":
         moved = {kind: evaluate(layout, kind, seen, model).kv_rows.max() for kind in ("exchange", "gather")}
         comm = "exchange" if moved["exchange"] < _CLEARLY_LESS * moved["gather"] else "gather"
     if head_groups is None:
-        head_groups = 1 if comm == "ring" else model.head_groups(evaluate(layout, comm, seen, model).cost)
+        head_groups = 1 if comm == "ring" else model.head_groups(evaluate(layout, comm, seen, model, ulysses).cost)
     return layout, comm, head_groups
 
 
@@ -115,14 +120,17 @@ def candidates(seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) 
     return [*layouts, placement.ptrr(tables, seq_len, cp_size, align)]
 
 
-def evaluate(layout: Layout, comm: str, tables: Sequence[Table], model: CostModel) -> Candidate:
-    """Counts what each rank computes and receives, exactly."""
+def evaluate(layout: Layout, comm: str, tables: Sequence[Table], model: CostModel, ulysses: int = 1) -> Candidate:
+    """Counts what each rank computes and receives, exactly; of ranks that share heads, their mean."""
     pairs, rows = np.zeros(layout.cp_size, dtype=np.int64), np.zeros(layout.cp_size, dtype=np.int64)
+    groups = model.shape.num_kv_heads
     for table in tables:
         share = model.shape.num_heads // math.gcd(table.heads, model.shape.num_heads)
         pairs += rank_work(layout, table) * max(1, share)
-        rows += kv_rows(layout, comm, table, model.shape.num_kv_heads)
-    return Candidate(layout, comm, pairs, rows, model.cost(pairs, rows))
+        rows += kv_rows(layout, comm, table, groups)
+    pairs, rows = pairs // ulysses, rows * max(1, groups // ulysses) // groups
+    switched_rows = len(tables) * layout.local_len // ulysses
+    return Candidate(layout, comm, pairs, rows, model.cost(pairs, rows, ulysses, switched_rows))
 
 
 def rank_work(layout: Layout, table: Table) -> np.ndarray:

@@ -12,6 +12,11 @@ from torch import Tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+# Groups made from parts of others, by the group, as communicators are dear and plans are made anew for each batch.
+_subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
+_subgroups = weakref.WeakKeyDictionary()
+
+
 @dataclass
 class Counters:
     """What a rank has put on the wire since the counters were last cleared.
@@ -57,13 +62,36 @@ class Pending:
 
 
 class Link:
-    """This rank's connection to its `cp` group. Without a group it is alone, and everything it does is local."""
+    """This rank's connection to its `cp` group. Without a group it is alone, and everything it does is local.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Args:
+        group: the ranks; None: this one alone.
+        counters: where to count; None: counters of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, counters: Counters | None = None) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.counters = Counters()
+        self.counters = counters or Counters()
+        self._parts: dict[int, tuple[Link, Link]] = {}
+
+    def divided(self, ranks: int) -> "tuple[Link, Link]":
+        """Connections to this one's run of `ranks` consecutive ranks, and to the ranks at its place in each run.
+
+        A collective at the first call for a number. What is sent over them counts here.
+        """
+        if ranks not in self._parts:
+            members = list(range(self.size))
+            run, place = self.rank // ranks, self.rank % ranks
+            some = members[run * ranks : (run + 1) * ranks], members[place::ranks]
+            first, second = (Link(_subgroup(self.group, part), self.counters) for part in some)
+            self._parts[ranks] = first, second
+        return self._parts[ranks]
+
+    def adopt(self, run: dist.ProcessGroup, places: dist.ProcessGroup) -> None:
+        """Makes `divided` give these groups, which exist already, for runs as long as the first."""
+        self._parts[dist.get_world_size(run)] = Link(run, self.counters), Link(places, self.counters)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x of every rank, in rank order: [cp_size, *x.shape]."""
@@ -150,3 +178,34 @@ class Link:
     def _count_collective(self, sent_bytes: int) -> None:
         self.counters.collective_calls += 1
         self.counters.collective_bytes += sent_bytes
+
+
+def _subgroup(group: dist.ProcessGroup | None, members: list[int]) -> dist.ProcessGroup | None:
+    """The group of some ranks of a group, in ascending order; only they need to call. None where there is only one."""
+    if group is None or len(members) == 1:
+        return None
+    if len(members) == dist.get_world_size(group):
+        return group
+    known = _subgroups.setdefault(group, {})
+    if tuple(members) not in known:
+        ranks = [dist.get_global_rank(group, member) for member in members]
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        known[tuple(members)] = made
+    return known[tuple(members)]
+
+
+def joint_group(axis: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh of several axes.
+
+    Args:
+        axis: this rank's group along one of them; the joint group is made once for it.
+        ranks: global numbers, ascending.
+    """
+    known = _subgroups.setdefault(axis, {})
+    key = -1, *ranks  # not members of the group, as elsewhere
+    if key not in known:
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        known[key] = made
+    return known[key]

@@ -70,6 +70,7 @@ class Cost:
         kv_bytes: float64 [cp_size], bytes of keys and values that each rank receives.
         compute_s, comm_s: float64 [cp_size], seconds forward.
         backward_compute_s, backward_comm_s: float64 [cp_size].
+        switch_s, backward_switch_s: seconds in which ulysses swaps rows for heads and back; nothing hides them.
     """
 
     flops: np.ndarray
@@ -78,15 +79,17 @@ class Cost:
     comm_s: np.ndarray
     backward_compute_s: np.ndarray
     backward_comm_s: np.ndarray
+    switch_s: float = 0.0
+    backward_switch_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
         """The slowest rank's time, where communication hides behind computation or the reverse."""
-        return float(np.maximum(self.compute_s, self.comm_s).max())
+        return float(np.maximum(self.compute_s, self.comm_s).max()) + self.switch_s
 
     @property
     def backward_s(self) -> float:
-        return float(np.maximum(self.backward_compute_s, self.backward_comm_s).max())
+        return float(np.maximum(self.backward_compute_s, self.backward_comm_s).max()) + self.backward_switch_s
 
 
 @dataclass(frozen=True)
@@ -108,16 +111,27 @@ class CostModel:
         """Bytes of the keys and values of one token in one KV head."""
         return 2 * self.shape.head_dim * (itemsize or self.shape.element_bytes)
 
-    def cost(self, pairs: np.ndarray, kv_rows: np.ndarray) -> Cost:
+    def cost(self, pairs: np.ndarray, kv_rows: np.ndarray, ulysses: int = 1, switched_rows: int = 0) -> Cost:
         """Args:
-        pairs: [cp_size], (query, key) pairs that each rank computes, summed over query heads.
-        kv_rows: [cp_size], (KV head, token) pairs that each rank receives.
+        pairs: [cp_size / ulysses], (query, key) pairs that each rank computes, summed over query heads.
+        kv_rows: [cp_size / ulysses], (KV head, token) pairs that each rank receives in stages.
+        ulysses: ranks that share the heads.
+        switched_rows: local rows of a rank, over all masks, which it swaps for heads.
         """
         flops = pairs.astype(np.float64) * self.shape.head_dim
         kv_bytes = kv_rows.astype(np.float64) * self.kv_row_bytes()
         gradient_bytes = kv_rows.astype(np.float64) * self.kv_row_bytes(_GRADIENT_BYTES)
-        rate = self.device.bytes_per_s(len(pairs))
+        rate = self.device.bytes_per_s(len(pairs) * ulysses)
         latency_s = self.device.latency_us * 1e-6 * (kv_rows.max() > 0)
+        q_bytes, kv_row_bytes, gradient_row_bytes = (
+            switched_rows * heads * row * (ulysses - 1) / ulysses
+            for heads, row in (
+                (self.shape.num_heads, self.shape.head_dim * self.shape.element_bytes),
+                (max(self.shape.num_kv_heads, ulysses), self.kv_row_bytes()),
+                (max(self.shape.num_kv_heads, ulysses), self.kv_row_bytes(_GRADIENT_BYTES)),
+            )
+        )
+        switches = self.device.latency_us * 1e-6 * (ulysses > 1)
         return Cost(
             flops * _FORWARD_FLOPS,
             kv_bytes,
@@ -125,6 +139,8 @@ class CostModel:
             kv_bytes / rate + latency_s,
             flops * _BACKWARD_FLOPS / (self.device.backward_tflops * 1e12),
             (kv_bytes + gradient_bytes) / rate + 2 * latency_s,
+            (2 * q_bytes + kv_row_bytes) / rate + 2 * switches,  # q and out
+            (4 * q_bytes + kv_row_bytes + gradient_row_bytes) / rate + 2 * switches,  # q, out, dout and dq
         )
 
     def head_groups(self, cost: Cost) -> int:

@@ -267,7 +267,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", schedule: Sched
     source = schedule.source
     for what, given, known in (
         ("batch rows", q.shape[0], source.batch),
-        ("query heads", q.shape[1], source.heads),
+        ("query heads", q.shape[1], schedule.mask_heads),
     ):
         if known not in (1, given):
             raise ValueError(f"q has {given} {what}, but the plan's mask is made for {known}")

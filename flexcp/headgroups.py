@@ -5,16 +5,15 @@ Groups do not interact: nothing is merged and no number changes. Masks and score
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp.blockmask import BlockSource, MaskMod, block_classes, local_block_mask
+from flexcp.blockmask import BlockSource, block_classes, local_block_mask
+from flexcp.heads import SomeHeads
 from flexcp.kernel import Score
 from flexcp.planner import Schedule, Stage
 
@@ -36,19 +35,25 @@ class HeadGroup:
 
     def score(self, score: Score) -> Score:
         """The same score for tensors that hold only this group's heads."""
-        if not self.divided or score.function is None:
-            return score
-        function = score.function
+        return shifted_score(score, self.queries.start, self.stage.q_start.device) if self.divided else score
 
-        def shifted(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *buffers: Any) -> Tensor:
-            # The offset is a tensor, 0 too: as a number it would make every group a program of its own.
-            return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
 
-        # One program for all groups and calls: a captured score arrives as a new graph with the same code.
-        shifted.code = getattr(function, "code", function)
-        offset = torch.tensor(self.queries.start, dtype=torch.int32, device=self.stage.q_start.device)
-        without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
-        return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))
+def shifted_score(score: Score, first: int, device: torch.device) -> Score:
+    """The same score for tensors that hold the heads from `first` on only."""
+    if score.function is None:
+        return score
+    function = score.function
+
+    def shifted(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *buffers: Any) -> Tensor:
+        # The offset is a tensor, 0 too: as a number it would make every group a program of its own.
+        return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
+
+    # One program for all groups and calls: a captured score arrives as a new graph with the same code.
+    code = getattr(function, "code", function)
+    shifted.code = f"of some heads: {code}" if isinstance(code, str) else code
+    offset = torch.tensor(first, dtype=torch.int32, device=device)
+    without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
+    return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))
 
 
 def head_groups(schedule: Schedule, num_heads: int, num_kv_heads: int) -> list[HeadGroup]:
@@ -74,20 +79,10 @@ def _make(source: BlockSource, stage: Stage, num_heads: int, num_kv_heads: int, 
 def _stage_of(source: BlockSource, stage: Stage, queries: slice) -> Stage:
     if source.heads == 1 or stage.block_mask is None:
         return stage
-    device = stage.q_start.device
-    shifted = copy.copy(source)
-    shifted.heads = queries.stop - queries.start
-    shifted.mask_mod = _shifted(source.mask_mod, torch.tensor(queries.start, dtype=torch.int32, device=device))
+    some = SomeHeads(source, queries.start, queries.stop)
     classes = block_classes(stage.block_mask)[:, queries]
     return replace(
         stage,
-        block_mask=local_block_mask(shifted, classes, stage.q_start, stage.kv_start),
-        mask_mod=shifted.global_mask_mod(device),
+        block_mask=local_block_mask(some, classes, stage.q_start, stage.kv_start),
+        mask_mod=some.global_mask_mod(stage.q_start.device),
     )
-
-
-def _shifted(mask_mod: MaskMod, first: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return mask_mod(b, h + first, q, kv)
-
-    return shifted

@@ -48,10 +48,11 @@ class SerialAttention:
             raise ValueError(
                 f"{self.num_kv_heads} KV heads cannot be divided into {self.groups} equal groups: choose a divisor"
             )
-        if self.groups > 1 and self.schedule.comm not in ("gather", "ring") and self.schedule.source.heads > 1:
+        kind = self.schedule.comm if self.schedule.ulysses == 1 else "ulysses"
+        if self.groups > 1 and kind not in ("gather", "ring") and self.schedule.source.heads > 1:
             raise ValueError(
-                f"a mask that tells heads apart cannot go head group by head group over {self.schedule.comm!r}: choose "
-                "gather or ring, or one head group"
+                f"a mask that tells heads apart cannot go head group by head group over {kind!r}: choose gather or "
+                "ring, or one head group"
             )
 
     def forward(self, project: Project) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,19 @@ class Layout:
         chunks = torch.tensor(self.owned[rank], dtype=torch.int64) * self.chunk_size
         return chunks[:, None].add(torch.arange(0, self.chunk_size, block_size)).flatten()
 
+    def divided(self, parts: int) -> "Layout":
+        """The layout of cp_size * parts ranks in which each rank's local rows are cut into `parts` equal runs.
+
+        Ranks r * parts ... r * parts + parts - 1 own, one after the other, what rank r owns here. `parts` must divide
+        the chunk size.
+        """
+        if self.chunk_size % parts:
+            raise ValueError(f"{parts} parts do not divide a chunk of {self.chunk_size}")
+        pieces = [[chunk * parts + i for chunk in mine for i in range(parts)] for mine in self.owned]
+        each = len(self.owned[0])
+        owned = tuple(tuple(mine[i * each : (i + 1) * each]) for mine in pieces for i in range(parts))
+        return Layout(self.name, self.seq_len, self.chunk_size // parts, owned)
+
     def permutation(self) -> Tensor:
         """Global index of each row of the permuted sequence: [padded_len] int64."""
         return torch.cat([self.positions(rank) for rank in range(self.cp_size)])

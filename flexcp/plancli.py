@@ -23,7 +23,7 @@ from flexcp import balance, cost, masks
 from flexcp.blockmask import block_source
 from flexcp.errors import UserError
 from flexcp.models import get_config
-from flexcp.planner import COMMS
+from flexcp.planner import KINDS
 from flexcp.table import Table, table_of
 from flexcp.usermask import load_mask
 
@@ -90,7 +90,7 @@ def make_report(args: argparse.Namespace) -> dict:
     planning_s = time.perf_counter() - start
     rows = []
     for candidate in balance.candidates(seq_len, args.cp, args.block_size, tables):
-        for kind in COMMS:
+        for kind in KINDS:
             rows.append(_row(balance.evaluate(candidate, kind, tables, model), tables, model))
             rows[-1]["chosen"] = (candidate, kind) == (layout, comm)
     return {

@@ -15,10 +15,26 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
 from flexcp.exchange import Exchange, needs_by_owner, plan_exchange
+from flexcp.heads import share_of_source, share_of_table
 from flexcp.layout import Layout
 from flexcp.table import Table
 
-COMMS = ("gather", "ring", "exchange")
+# How keys reach the stages.
+KINDS = ("gather", "ring", "exchange")
+# "ulysses" swaps rows for heads; with another kind, among some of the ranks, and that kind moves keys between the rest.
+COMMS = (*KINDS, "ulysses", *(f"ulysses+{kind}" for kind in KINDS))
+
+
+def of_stages(comm: str) -> str:
+    """The kind of communication by which stages get their keys: comm without ulysses."""
+    return {"ulysses": "gather"}.get(comm, comm.removeprefix("ulysses+"))
+
+
+def named(kind: str, ulysses: int, size: int) -> str:
+    """The inverse of `of_stages` on a group of `size` ranks, `ulysses` of which share the heads."""
+    if ulysses == 1:
+        return kind
+    return "ulysses" if ulysses == size else f"ulysses+{kind}"
 
 
 @dataclass(frozen=True)
@@ -52,11 +68,14 @@ class Schedule:
     """One mask on one layout over one kind of communication, as one rank sees it.
 
     Attributes:
-        comm: one of COMMS.
+        layout: of the ranks among which keys move; with ulysses, each stands for those that share its rows.
+        rank: among those.
+        comm: "gather", "ring" or "exchange": how keys move.
         stages: in order of execution.
-        source: the mask that they were made from.
+        source: the mask that they were made from, for the heads that this rank computes.
         head_groups: into how many groups of KV heads `gather` and `exchange` divide their work; groups: see
             `headgroups`.
+        ulysses: ranks that share the heads.
     """
 
     layout: Layout
@@ -65,7 +84,13 @@ class Schedule:
     source: BlockSource
     stages: tuple[Stage, ...]
     head_groups: int = 1
+    ulysses: int = 1
     groups: dict[tuple[int, int], list] = field(default_factory=dict, repr=False)
+
+    @property
+    def mask_heads(self) -> int:
+        """Query heads that the mask distinguishes, over all ranks; 1 where it is the same for all."""
+        return 1 if self.source.heads == 1 else self.source.heads * self.ulysses
 
     @property
     def slots(self) -> int:
@@ -83,20 +108,28 @@ def build_schedule(
     device: torch.device,
     head_groups: int = 1,
     least_slots: int = 0,
+    ulysses: int = 1,
 ) -> Schedule:
     """The stages of one rank.
 
     Args:
+        layout: over the ranks among which keys move, which are those of the group / ulysses.
+        rank: in the group; ranks that share heads follow one another.
+        comm: "gather", "ring" or "exchange".
         table: gives what each query block of the sequence sees; `gather` does not ask. Every rank must get the same.
         least_slots: blocks that the buffer of `exchange` has at least.
     """
+    rank, index = divmod(rank, ulysses)
+    source = share_of_source(source, ulysses, index)
     if comm == "gather" or layout.cp_size == 1:
         stages = _gather_stages(source, layout, rank, device)
     elif comm == "ring":
-        stages = _ring_stages(source, layout, rank, sees(table(), layout), device)
+        need = sees(share_of_table(table(), ulysses, index), layout)
+        stages = _ring_stages(source, layout, rank, need, device)
     else:
-        stages = _exchange_stages(source, layout, rank, table(), device, least_slots)
-    return Schedule(layout, rank, comm, source, stages, head_groups)
+        some = share_of_table(table(), ulysses, index)
+        stages = _exchange_stages(source, layout, rank, some, device, least_slots)
+    return Schedule(layout, rank, comm, source, stages, head_groups, ulysses)
 
 
 def sees(table: Table, layout: Layout) -> np.ndarray:
