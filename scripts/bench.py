@@ -1,7 +1,7 @@
 """Measurements that docs/benchmarks.md quotes.
 
 scripts/bench blockmask [--device cuda]    one rank's BlockMask, at growing lengths
-scripts/bench attention                    one GPU stands for ranks in turn
+scripts/bench attention                    one GPU stands for each rank in turn (bench_attention.py)
 """
 
 import multiprocessing as mp
@@ -10,15 +10,14 @@ from pathlib import Path
 
 import torch
 import tyro
+from bench_attention import attention
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-import flexcp
-from flexcp import kernel, masks
+from flexcp import masks
 from flexcp.blockmask import block_source, local_block_mask
-from flexcp.kernel import Score
 from flexcp.layout import head_tail
 
 
@@ -102,66 +101,6 @@ def blockmask(device: str = "cpu") -> None:
             whole = [f"{torch_took:.3f}", f"{torch_extra / 2**20:.0f}"]
         table.add_row(f"{seq_len:,}", str(block), str(cp), f"{blocks:,}", f"{took:.3f}", f"{extra / 2**20:.0f}", *whole)
     Console(width=100).print(table)
-
-
-def _median_ms(function, repeat: int = 20) -> float:
-    for _ in range(3):
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-    for begin, end in events:
-        begin.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in events)[repeat // 2]
-
-
-def _rank_ms(seq_len: int, cp: int, rank: int, qkv: tuple[Tensor, ...]) -> tuple[float, float]:
-    """Forward and backward of one rank's gather stage, in milliseconds; no network."""
-    q, k, v = qkv
-    plan = flexcp.plan(masks.causal(), seq_len, cp, rank=rank, comm="gather", balance="head_tail", device="cuda")
-    (stage,) = plan.schedules["mask"].stages
-    order = plan.layout.permutation().cuda()
-    mine, keys, values = plan.shard(q, dim=2), k[:, :, order].contiguous(), v[:, :, order].contiguous()
-    dout, score, scale = torch.randn_like(mine), Score(None), q.shape[-1] ** -0.5
-    out, lse = kernel.forward(mine, keys, values, stage, score, scale)
-    return (
-        _median_ms(lambda: kernel.forward(mine, keys, values, stage, score, scale)),
-        _median_ms(lambda: kernel.backward(mine, keys, values, out, lse, dout, None, stage, score, scale)),
-    )
-
-
-def attention() -> None:
-    """Causal gather on one GPU, which stands for the first and the last rank in turn: real kernels, no network."""
-    heads, groups, dim = 32, 8, 128
-    table = Table(
-        title=f"causal, gather, head_tail, bf16, {heads}:{groups} heads, D {dim} ({torch.cuda.get_device_name()})"
-    )
-    for name in (
-        "S",
-        "cp",
-        "rank",
-        "fwd ms",
-        "TFLOP/s",
-        "one GPU / cp / rank",
-        "bwd ms",
-        "TFLOP/s ",
-        "one GPU / cp / rank ",
-    ):
-        table.add_column(name, justify="right")
-    for seq_len, cp in ((32_768, 4), (131_072, 8)):
-        qkv = tuple(
-            torch.randn(1, h, seq_len, dim, device="cuda", dtype=torch.bfloat16) for h in (heads, groups, groups)
-        )
-        one = _rank_ms(seq_len, 1, 0, qkv)
-        flops = 4 * heads * dim * seq_len * (seq_len + 1) / 2 / 1e9
-        for ranks, rank in ((1, 0), (cp, 0), (cp, cp - 1)):
-            forward, backward = one if ranks == 1 else _rank_ms(seq_len, ranks, rank, qkv)
-            cells = []
-            for ms, whole, factor in ((forward, one[0], 1.0), (backward, one[1], 2.5)):
-                cells += [f"{ms:.2f}", f"{factor * flops / ranks / ms:.0f}", f"{whole / ranks / ms:.3f}"]
-            table.add_row(f"{seq_len:,}", str(ranks), str(rank), *cells)
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
