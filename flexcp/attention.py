@@ -72,13 +72,14 @@ def backward(
     Args:
         out, lse: what `forward` returned (out may have been cast); dout, dlse: gradients of them, dlse may be None.
     Returns:
-        dq, dk, dv in the accumulation dtype, and per buffer a gradient or None.
+        dq, dk, dv in the accumulation dtype, or as the kernel rounded them where nothing was added, and per buffer a
+        gradient or None.
     """
     dtype = kernel.accumulation_dtype(q.dtype)
     switch = Switch(schedule, q, k, link)
     q, out, lse, dout, dlse, k, v = switch.to_heads([q, out, lse, dout, dlse], [k, v])
     score_here = switch.score(score)
-    dq = torch.zeros_like(q, dtype=dtype)
+    dq: dict[int, Tensor] = {}  # by the first query head of the group
     # A rank whose queries see nothing still has a gradient, 0: the ranks may be about to sum it.
     dbuffers = [
         torch.zeros_like(x, dtype=dtype) if needed else None for x, needed in zip(score.buffers, score.needs_grad)
@@ -101,12 +102,14 @@ def backward(
                 group.score(score_here),
                 scale,
             )
-            dq[:, heads] += dq_stage
+            first = heads.start
+            dq[first] = dq[first].to(dtype).add_(dq_stage) if first in dq else dq_stage
             dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
-            dkv = dk_stage.to(dtype), dv_stage.to(dtype)
+            dkv = dk_stage, dv_stage
         keys.send_home(group, stage, dkv)
         del k_stage, v_stage
-    return *switch.to_row_gradients(dq, *keys.collect()), dbuffers
+    dq_whole = torch.cat(list(dq.values()), dim=1) if dq else torch.zeros_like(q)
+    return *switch.to_row_gradients(dq_whole, *keys.collect()), dbuffers
 
 
 def _arrivals(
@@ -154,6 +157,7 @@ class _KeyGradients:
     def __init__(self, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype, link: Link) -> None:
         self.comm = schedule.comm
         self.link = link
+        self.kernel_dtype = kernel.gradient_dtype(k)
         self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         self.pending: Pending | None = None
         self.moving: tuple[HeadGroup, GatheredGradients | ExchangedGradients] | None = None
@@ -168,7 +172,7 @@ class _KeyGradients:
         elif self.comm == "ring":
             # The reverse of the way the keys came: back to their owner, and this rank's own back from its reader.
             packed = None if dkv is None else pack(*dkv)
-            like = pack(self.dk, self.dv) if packed is None else packed
+            like = pack(*(x.to(self.kernel_dtype) for x in (self.dk, self.dv))) if packed is None else packed
             self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
         else:
             assert dkv is not None

@@ -31,6 +31,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """Of the gradients that `backward` gives: on a GPU the kernels round them to the inputs' dtype."""
+    return accumulation_dtype(x.dtype) if _on_cpu(x) else x.dtype
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: Score, scale: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -70,8 +75,7 @@ def backward(
             the gradient of each stage is exact on its own, and the stages' gradients add up.
         dout: gradient of out; dlse: gradient of the natural-log lse, or None.
     Returns:
-        dq, dk, dv in the accumulation dtype, on a GPU in the inputs' (the kernels round them so), and a gradient per
-        buffer (None where none is wanted), in the accumulation dtype.
+        dq, dk, dv in `gradient_dtype`, and a gradient per buffer (None where none is wanted) in the accumulation dtype.
     """
     if _on_cpu(q):
         return kernel_cpu.backward(q, k, v, out, lse, dout, dlse, stage, score, scale)

@@ -8,6 +8,7 @@ from torch import Tensor
 from flexcp.comm import Link, Pending
 from flexcp.exchange import Exchange, Routes
 from flexcp.headgroups import HeadGroup
+from flexcp.kernel import accumulation_dtype
 
 
 class Gathering:
@@ -29,16 +30,17 @@ class GatheredGradients:
     """The adjoint of `Gathering`: every rank's part of this rank's gradients, added in rank order."""
 
     def __init__(self, group: HeadGroup, dk: Tensor, dv: Tensor, link: Link) -> None:
-        pairs = zip(_one_by_one(dk, link.size), _one_by_one(dv, link.size))
-        parts = torch.stack([pack(*pair) for pair in pairs])
         self.like = dk[:, :, : dk.shape[2] // link.size], dv[:, :, : dv.shape[2] // link.size]
+        parts = dk.new_empty(link.size, sum(x.numel() for x in self.like))
+        for part, x in zip(unpack(parts, *self.like), (dk, dv)):
+            part.copy_(_one_by_one(x, link.size))
         self.pending = link.start_all_to_all(parts, [1] * link.size, [1] * link.size)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         parts = self.pending.wait()
         assert parts is not None
-        total = parts[0].clone()
-        for part in parts[1:]:
+        total = torch.zeros_like(parts[0], dtype=accumulation_dtype(parts.dtype))
+        for part in parts:
             total += part
         return unpack(total, *self.like)
 
@@ -77,7 +79,7 @@ class ExchangedGradients:
         self.pending = _send(link, self.exchange, rows, self.routes.receive_rows, self.routes, forward=False)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        total = torch.zeros_like(self.own)
+        total = torch.zeros_like(self.own, dtype=accumulation_dtype(self.own.dtype))
         counts = self.routes.send_counts
         received = None if self.pending is None else self.pending.wait()
         parts = [None] * len(counts) if received is None else received.split(counts)
