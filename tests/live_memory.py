@@ -1,6 +1,7 @@
 """How many bytes of tensors are alive, and the most that were at once: counted from every operation's results."""
 
 import weakref
+from collections import Counter
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,7 @@ class LiveMemory(TorchDispatchMode):
     Attributes:
         live_bytes: now.
         peak_bytes: the most since the beginning, or since `restart`.
+        calls: of each operation, by its name.
     """
 
     # Operators such as flex_attention pass through to the modes below.
@@ -21,6 +23,7 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self.calls: Counter[str] = Counter()
         self._known: dict[int, int] = {}
 
     @classmethod
@@ -32,6 +35,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
         before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
