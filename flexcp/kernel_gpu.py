@@ -63,7 +63,7 @@ def forward(
         key = ("forward", backend, mask.code, modified.code, scale, stage.block_mask.BLOCK_SIZE)
         return _run(key, lambda: attend, arguments)
 
-    return _on_best(_backends(q, backend, None), attend_on)
+    return _on_best(_backends(q, backend), attend_on)
 
 
 def backward(
@@ -119,8 +119,7 @@ def backward(
         key = ("backward", backend, mask.code, modified.code, needs_grad, bool(given), scale)
         return _run((*key, stage.block_mask.BLOCK_SIZE), make, arguments)
 
-    _, modified = _functions(stage, score, q, "TRITON")
-    backends = _backends(q, backend, _backward_refusal(q, k, score, modified, dlse))
+    backends = _backends(q, backend, lambda: _backward_refusal(q, k, stage, score, dlse))
     dq, dk, dv, *rest = _on_best(backends, pull_back_on)
     grads = iter(rest)
     return dq, dk, dv, [next(grads) if needed else None for needed in score.needs_grad]
@@ -141,16 +140,17 @@ def flash_is_available(device: torch.device) -> bool:
     return installed and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _backends(q: Tensor, wanted: str, refusal: str | None) -> tuple[str, ...]:
+def _backends(q: Tensor, wanted: str, refuse: Callable[[], str | None] = lambda: None) -> tuple[str, ...]:
     """In the order in which they are tried.
 
     Args:
-        refusal: why FLASH would not do, whatever the device; None: it would.
+        refuse: says why FLASH would not do, whatever the device; None: it would.
     """
     if wanted != "auto":
         return (wanted.upper(),)
     if q.dtype not in (torch.float16, torch.bfloat16) or not flash_is_available(q.device):
         return ("TRITON",)
+    refusal = refuse()
     if refusal is not None:
         _warn_once(f"flexcp: Triton runs attention, slower, since FLASH {refusal}")
         return ("TRITON",)
@@ -172,7 +172,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _backward_refusal(q: Tensor, k: Tensor, score: "Score", modified: Function, dlse: Tensor | None) -> str | None:
+def _backward_refusal(q: Tensor, k: Tensor, stage: Stage, score: "Score", dlse: Tensor | None) -> str | None:
     """Why FLASH (flash-attn-4 4.0.0b8, torch 2.11) would not do a backward."""
     if dlse is not None:
         return "has no gradient through lse"
@@ -180,7 +180,7 @@ def _backward_refusal(q: Tensor, k: Tensor, score: "Score", modified: Function, 
         return "has no gradient of tensors that a score_mod captures"
     if torch.are_deterministic_algorithms_enabled():
         return "adds up dq in no fixed order, and deterministic algorithms were asked for"
-    if modified.reads_indices and q.shape[1] != k.shape[1]:
+    if q.shape[1] != k.shape[1] and _functions(stage, score, q, "FLASH")[1].reads_indices:
         # Measured on an H200: it divides q_idx by the query heads of a KV head, as if they were packed.
         return "gives a score_mod wrong indices in backward where query heads share a KV head"
     return None
@@ -201,9 +201,12 @@ def _functions(stage: Stage, score: "Score", q: Tensor, backend: str) -> tuple[F
         last = torch.tensor(stage.seq_len - 1, dtype=torch.int32, device=q.device)
         kept["tables"] = stage.q_start.to(torch.int32), stage.kv_start.to(torch.int32), last
     tensors = (*(x.detach() for x in score.buffers), *kept["tables"])
-    key = (backend, q.shape[0], _identity(score.function), *((x.shape, x.dtype) for x in tensors))
     function = _in_local_indices(stage, score)
-    modified = _kept(kept, key, lambda: lift(function, 5, tensors, q.device), backend, q)
+    key = (_identity(score.function), *((x.shape, x.dtype) for x in tensors))
+    if backend == "TRITON":
+        # As it is, and not traced: the gradient of `table[index]` must be torch's own for scores, which knows scatter.
+        return mask, Function(function, tensors, key, 5)
+    modified = _kept(kept, (backend, q.shape[0], key), lambda: lift(function, 5, tensors, q.device), backend, q)
     return mask, replace(modified, tensors=(*tensors, *modified.tensors[len(tensors) :]))
 
 

@@ -35,7 +35,7 @@ class Function:
 
     call: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
-    code: str
+    code: Any
     num_indices: int
     reads_indices: bool = True
     batch: int | None = None
@@ -106,7 +106,7 @@ def for_flash(function: Function, batch: int) -> Function:
         values = (aten.index.Tensor(x, [b]) if is_flat else x for x, is_flat in zip(given, flat))
         return restated(*indices, *values)
 
-    return replace(function, call=call, code=f"{function.code} {flat}", batch=batch)
+    return replace(function, call=call, code=(function.code, flat), batch=batch)
 
 
 def restate(graph_module: Any) -> Callable[..., Any]:

@@ -88,8 +88,8 @@ def by_ranks(mask, comm: str, cp: int, q, k, v, dout, score: Score, backend: str
             )
             total["dq"][:, :, rows[real]] += dq[:, :, real]
             columns = torch.cat([of[r].layout.positions(r) for r in stage.sources]).cuda()
-            total["dk"].index_add_(2, columns[columns < S], dk[:, :, columns < S])
-            total["dv"].index_add_(2, columns[columns < S], dv[:, :, columns < S])
+            total["dk"].index_add_(2, columns[columns < S], dk[:, :, columns < S].float())
+            total["dv"].index_add_(2, columns[columns < S], dv[:, :, columns < S].float())
             for sum_, part in zip(dbias, db):
                 sum_ += part
     return total | ({"dbias": dbias[0]} if dbias else {})
