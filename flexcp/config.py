@@ -23,7 +23,9 @@ from flexcp.errors import UserError, unknown
 from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
+from flexcp.optim import OPTIMIZERS
 from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
+from flexcp.parallelize import Parallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
@@ -61,6 +63,9 @@ class TrainConfig:
 
     pp: int = 1
     """Pipeline stages: only 1, since pipeline parallelism is no part of flexcp."""
+
+    fsdp: str = "on"
+    """on: parameters, gradients and optimizer states are divided over dp_shard x cp; off: every rank holds them all."""
 
     seq_len: int = 2048
     """Tokens in a row, over all ranks."""
@@ -118,6 +123,13 @@ class TrainConfig:
     seed: int = 0
     """Of the weights and of the order of the documents."""
 
+    optim: str = "adamw"
+    """adamw; adamw8bit: moments of 8 bits; or adamw_bf16: moments of bf16. Weights of bfloat16 have fp32 copies under
+    adamw, and are rounded at random under the others, so that small steps add up."""
+
+    optim_step: str = "after"
+    """after backward, or in_backward: each parameter as soon as its gradient is there, which then takes no memory."""
+
     lr: float = 3e-3
     """The learning rate after warm-up; a cosine takes it down to a tenth at the last step."""
 
@@ -171,6 +183,10 @@ class TrainConfig:
         if self.model is None:
             raise UserError(f"--init-from {place} is no folder: name one with config.json and safetensors")
         raise UserError(f"{unknown('model', place, CONFIGS)}, or name a folder with a config.json")
+
+    def parallel(self) -> Parallel:
+        """What is done to the model."""
+        return Parallel(fsdp=self.fsdp == "on")
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""
@@ -279,6 +295,7 @@ def check(config: TrainConfig) -> None:
     """
     names = (
         *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
+        *(("fsdp", ("on", "off")), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
     )
     for name, known in names:
@@ -292,7 +309,27 @@ def check(config: TrainConfig) -> None:
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("lr", "weight_decay"):
         _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
+    if config.optim == "adamw_bf16" and config.dtype != "bfloat16":
+        raise UserError(
+            f"--optim adamw_bf16 is for bfloat16 weights, and --dtype is {config.dtype}: pass --dtype bfloat16, or "
+            "--optim adamw or adamw8bit"
+        )
+    if config.optim_step == "in_backward":
+        _check_step_in_backward(config)
     _demand(config, "grad_clip", config.grad_clip is None or config.grad_clip > 0, "more than 0, or None")
+
+
+def _check_step_in_backward(config: TrainConfig) -> None:
+    if config.grad_accum > 1:
+        raise UserError(
+            f"--optim-step in_backward steps at each backward, and --grad-accum {config.grad_accum} has several in a "
+            "step: leave one of them off"
+        )
+    if config.grad_clip is not None:
+        raise UserError(
+            f"--optim-step in_backward has no gradients left when their norm is known, so --grad-clip "
+            f"{config.grad_clip} cannot be kept: pass --grad-clip None, or --optim-step after"
+        )
 
 
 def _demand(config: TrainConfig, name: str, holds: bool, wanted: str) -> None:
@@ -319,6 +356,16 @@ def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
         raise UserError(
             f"--grad-accum {config.grad_accum} is more than the {config.batch // grid.dp} row(s) of a step that each "
             f"rank has (--batch {config.batch} over {grid.dp} data parallel rank(s)): lower it, or raise --batch"
+        )
+    if config.fsdp == "off" and grid.dp_shard > 1:
+        raise UserError(
+            f"--fsdp off holds all parameters on every rank, and --dp-shard {grid.dp_shard} divides them: pass "
+            f"--dp-replicate {grid.dp} --dp-shard 1, or --fsdp on"
+        )
+    if config.optim_step == "in_backward" and grid.size > 1 and (config.fsdp == "off" or grid.fsdp == 1):
+        raise UserError(
+            "--optim-step in_backward with several ranks needs parameters that FSDP2 divides: pass --fsdp on, and "
+            "--cp or --dp-shard above 1"
         )
     return grid
 

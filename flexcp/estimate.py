@@ -9,19 +9,20 @@ from flexcp.errors import UserError
 from flexcp.models import Llama3Config
 
 
-def training_bytes(config: Llama3Config, dtype: torch.dtype) -> int:
-    """Bytes that every rank holds for parameters, gradients and AdamW's states; activations come on top.
+def training_bytes(config: Llama3Config, dtype: torch.dtype, optim: str = "adamw") -> int:
+    """Bytes for parameters, gradients and optimizer states (`flexcp.optim.Optimizer`); activations come on top.
 
-    AdamW keeps two moments in fp32 at least, and for low-precision parameters an fp32 copy and its gradient
-    (`flexcp.optim.AdamW`).
+    "adamw" keeps two moments in fp32 at least, and for low-precision parameters an fp32 copy and its gradient; of the
+    others the moments have 8 bits, or the parameters' own.
 
     >>> from flexcp.models import get_config
     >>> training_bytes(get_config("llama3-8b"), torch.float32) == 16 * 8030261248
     True
     """
     wide = max(dtype.itemsize, 4)
-    masters = 0 if dtype.itemsize >= 4 else 2 * wide
-    return config.num_params * (2 * dtype.itemsize + masters + 2 * wide)
+    masters = 2 * wide if optim == "adamw" and dtype.itemsize < 4 else 0
+    moment = {"adamw": wide, "adamw8bit": 1, "adamw_bf16": dtype.itemsize}[optim]
+    return config.num_params * (2 * dtype.itemsize + masters + 2 * moment)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -58,6 +59,8 @@ def check_memory(
     ranks: int,
     local_ranks: int,
     tokens: int,
+    shards: int = 1,
+    optim: str = "adamw",
 ) -> None:
     """Refuses a run that cannot fit, before anything is allocated.
 
@@ -68,12 +71,14 @@ def check_memory(
     Args:
         ranks: among which the tokens are divided.
         local_ranks: ranks on this host; on a CPU they share its memory, a GPU has one.
-        tokens: in a step, over all ranks.
+        tokens: in a micro-batch, over these ranks.
+        shards: ranks among which parameters, gradients and optimizer states are divided.
+        optim: of `flexcp.optim.OPTIMIZERS`.
 
     Raises:
         UserError: with the bytes needed and available.
     """
-    states = training_bytes(config, dtype)
+    states = -(-training_bytes(config, dtype, optim) // shards)
     rows = tokens * 4 * 8 + -(-tokens // ranks) * config.vocab_size * 2 * max(4, dtype.itemsize)
     sharing = local_ranks if device.type == "cpu" else 1
     available = available_bytes(device)
@@ -85,5 +90,6 @@ def check_memory(
         f"{model} needs {states:,} bytes per rank for parameters, gradients and AdamW states in "
         f"{str(dtype).removeprefix('torch.')} and {rows:,} bytes for {tokens:,} tokens and their logits, "
         f"{(states + rows) * sharing:,} bytes for {sharing} rank(s) on {place}, which has {available:,} bytes "
-        f"available: {remedy}, or use a machine with more memory, since parameters are not sharded"
+        f"available: {remedy}, or use a machine with more memory, or more of them: --cp and --dp-shard divide the "
+        "parameters"
     )

@@ -1,5 +1,6 @@
 """What a run begins with: its documents, its mask, its model."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,10 @@ import torch
 from flexcp.config import TrainConfig
 from flexcp.data import Documents, open_documents
 from flexcp.errors import UserError
-from flexcp.models import Checkpoint, CheckpointError, Llama3, build, check_names, from_pretrained
+from flexcp.mesh import Mesh
+from flexcp.models import Checkpoint, CheckpointError, Llama3, check_names, load_weights, save_pretrained, weights_of
 from flexcp.packing import Reader
+from flexcp.parallelize import parallelize, place, whole
 from flexcp.tokenizer import find_tokenizer, load_tokenizer
 from flexcp.usermask import MaskSource, load_mask
 
@@ -58,16 +61,42 @@ def check_init(config: TrainConfig) -> None:
         raise UserError(f"--init-from {config.init_from}: {error}") from None
 
 
-def make_model(config: TrainConfig, device: torch.device) -> Llama3:
-    """The model with its first weights: those of --init-from, or random ones.
+def make_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Llama3:
+    """The model, parallel, with its first weights: those of --init-from, or random ones.
+
+    No rank ever holds more of the weights than its part.
 
     Raises:
         UserError: an --init-from that cannot be used.
     """
     shape = config.model_config()
+    with torch.device("meta"):
+        model = Llama3(shape).to(config.torch_dtype)
+    parallelize(model, mesh, config.parallel())
+    model.to_empty(device=device)
     if config.init_from is None:
-        return build(shape, seed=config.seed, dtype=config.torch_dtype, device=device)
+        model.init_weights(config.seed, place)
+        return model
     try:
-        return from_pretrained(config.init_from, dtype=config.torch_dtype, device=device, config=shape)
+        with Checkpoint(config.init_from) as checkpoint:
+            check_names(shape, checkpoint)
+            load_weights(model, checkpoint, place)
     except CheckpointError as error:
         raise UserError(f"--init-from {config.init_from}: {error}") from None
+    return model
+
+
+def save_model(config: TrainConfig, model: Llama3, mesh: Mesh, folder: Path) -> None:
+    """Writes the model as a Hugging Face folder. A collective; rank 0 writes.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    if mesh.rank > 0:
+        for _, tensor in weights_of(model):
+            whole(tensor)
+        return
+    try:
+        save_pretrained(model, folder, origin=config.origin, whole=whole)
+    except CheckpointError as error:
+        raise UserError(f"the trained model: {error}") from None

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flexcp.errors import UserError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+FSDP_AXIS = "fsdp"  # of a mesh that divides parameters: dp_shard x cp
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,11 @@ class Mesh:
             return
         # Two views of one grid: FSDP2 wants the axes of its shards and of tp from one mesh, with dp_shard and cp as
         # one axis, and a sequence is divided along cp alone.
-        tensors = self._grid({"dp_replicate": degrees.dp_replicate, "fsdp": degrees.fsdp, "tp": degrees.tp})
+        tensors = self._grid({"dp_replicate": degrees.dp_replicate, FSDP_AXIS: degrees.fsdp, "tp": degrees.tp})
         if degrees.tp > 1:
             self.tp = tensors["tp"]
         if degrees.fsdp > 1:
-            self.sharding = tensors["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else tensors["fsdp"]
+            self.sharding = tensors["dp_replicate", FSDP_AXIS] if degrees.dp_replicate > 1 else tensors[FSDP_AXIS]
         if degrees.cp > 1:
             self.cp = self._grid({"dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp})["cp"]
         if degrees.dp * degrees.cp > 1:

@@ -1,63 +1,18 @@
-"""From local gradients to a step: sum over the group, clip, AdamW, learning rate."""
+"""From gradients to a step: learning rate, optimizers, and steps taken within backward."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-_BUCKET_BYTES = 32 * 1024 * 1024
+from flexcp.compat_torchao import torchao
+from flexcp.gradients import GlobalNorm, clip, is_summed_in_backward, sum_gradients
 
-
-def gradient_buckets(sizes_bytes: list[int], limit_bytes: int = _BUCKET_BYTES) -> list[list[int]]:
-    """Groups indices, in order, so that no group of more than one exceeds the limit.
-
-    >>> gradient_buckets([4, 4, 9, 1], limit_bytes=8)
-    [[0, 1], [2], [3]]
-    """
-    buckets: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes_bytes):
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit_bytes
-        buckets[-1].append(index)
-        room -= size
-    return buckets
-
-
-@torch.no_grad()
-def sum_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Replaces each gradient by its sum over the group, in place.
-
-    Under context parallelism every rank holds the gradient of its own rows, of every parameter: the sum is
-    the gradient of the whole sequence, not to be divided by anything. It goes in flat buckets, since many
-    small messages are slow. A parameter without a gradient here (its rows did not use it) counts as zero, so
-    that all ranks send the same.
-
-    Args:
-        params: in the same order on every rank.
-        group: None for one rank.
-    """
-    params = [param for param in params if param.requires_grad]
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for param in params:
-        by_dtype.setdefault(param.dtype, []).append(param.grad)
-    for dtype, grads in by_dtype.items():
-        # bf16 has 8 bits: its sum over ranks is taken in fp32.
-        wide = torch.promote_types(dtype, torch.float32)
-        for bucket in gradient_buckets([grad.numel() * wide.itemsize for grad in grads]):
-            flat = torch.cat([grads[index].flatten().to(wide) for index in bucket])
-            dist.all_reduce(flat, group=group)
-            pieces = flat.split([grads[index].numel() for index in bucket])
-            for index, piece in zip(bucket, pieces):
-                grads[index].copy_(piece.view_as(grads[index]))
+OPTIMIZERS = ("adamw", "adamw8bit", "adamw_bf16")
+BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def learning_rate(step: int, steps: int, warmup_steps: int, peak: float, floor: float = 0.1) -> float:
@@ -75,51 +30,157 @@ def learning_rate(step: int, steps: int, warmup_steps: int, peak: float, floor: 
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class AdamW:
-    """AdamW on fp32 copies of low-precision parameters.
+class Optimizer:
+    """AdamW in one of three forms, over parameters that may be divided among ranks.
 
-    A bf16 weight has 8 bits and cannot take a step of 1/1000 of itself, so a bf16 model keeps fp32 weights
-    here and is a rounded copy of them. fp32 and fp64 parameters are stepped in place. Norms and other 1-D
-    parameters do not decay.
+    "adamw": torch's, fused. A bf16 weight has 8 bits and cannot take a step of 1/1000 of itself, so a bf16 model keeps
+    fp32 weights here and is a rounded copy of them: 18 bytes a parameter with its gradient, 16 for fp32.
+    "adamw8bit": torchao's, whose two moments have 8 bits; bf16 weights are rounded at random, so that small steps add
+    up on average: 6 bytes. "adamw_bf16": torchao's with bf16 moments and the same rounding, for bf16 weights: 8 bytes.
+
+    Norms and other 1-D parameters do not decay.
 
     Args:
         model: whose parameters to step.
+        kind: of OPTIMIZERS.
         weight_decay: of the parameters with two or more dimensions.
+        group: over which gradients are summed that FSDP2 has not summed (`Mesh.loss_group`).
+        seed: of the random rounding, which is the same in a run that goes on from a checkpoint.
+
+    Attributes:
+        inner: the torch.optim.Optimizer, whose state is this optimizer's.
+        params, masters: the model's parameters and what is stepped, one by one: themselves or their fp32 copies.
     """
 
-    def __init__(self, model: nn.Module, weight_decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str = "adamw",
+        *,
+        weight_decay: float,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.kind, self.group, self.seed = kind, group, seed
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.masters = [
-            param if param.dtype.itemsize >= 4 else nn.Parameter(param.detach().float()) for param in self.params
+            nn.Parameter(param.detach().float()) if kind == "adamw" and param.dtype.itemsize < 4 else param
+            for param in self.params
         ]
-        decay = [master for master in self.masters if master.ndim >= 2]
-        plain = [master for master in self.masters if master.ndim < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+        self.inner = _INNER[kind](self._groups(weight_decay))
+        self._copies = {param: master for param, master in zip(self.params, self.masters) if master is not param}
 
-    def step(self, lr: float, grad_clip: float | None) -> float:
-        """Clips to a global norm, steps, and forgets the gradients.
+    def _groups(self, weight_decay: float) -> list[dict]:
+        """Parameters that decay and those that do not, apart by mesh: fused steps take one mesh at a time."""
+        groups: dict[tuple, list[nn.Parameter]] = {}
+        for master in self.masters:
+            mesh = master.device_mesh if isinstance(master, DTensor) else None
+            groups.setdefault((mesh, master.ndim >= 2), []).append(master)
+        return [
+            {"params": params, "weight_decay": weight_decay if decays else 0.0}
+            for (_, decays), params in groups.items()
+        ]
 
-        The gradients must already be summed over the group; then the norm is the same on every rank.
+    def begin(self, step: int, lr: float) -> None:
+        """Before the backward of a step, counted from 0, whose learning rate is `lr`."""
+        for group in self.inner.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self.kind != "adamw":
+            # From the step alone, so that copies of a parameter on other ranks are rounded alike.
+            torch.manual_seed((self.seed << 32) + step)
+
+    def step(self, grad_clip: float | None = None) -> float:
+        """Sums the gradients over the ranks, clips them to a global norm, steps, and forgets them. A collective.
 
         Args:
-            lr: of this step.
             grad_clip: the largest global norm; None clips nothing.
 
         Returns:
-            The global norm before clipping.
+            The global norm before clipping, the same on every rank.
         """
-        for param, master in zip(self.params, self.masters):
-            if master is not param:
+        sum_gradients(self.params, self.group)
+        norm = clip(self.params, grad_clip)
+        self.apply(self.params)
+        return float(norm)
+
+    @torch.no_grad()
+    def apply(self, params: list[nn.Parameter]) -> None:
+        """Steps parameters by their final gradients, and forgets these."""
+        for param in params:
+            if (master := self._copies.get(param)) is not None:
                 master.grad = None if param.grad is None else param.grad.float()
                 param.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, math.inf if grad_clip is None else grad_clip)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        self.adamw.zero_grad()
-        with torch.no_grad():
-            for param, master in zip(self.params, self.masters):
-                if master is not param:
-                    param.copy_(master)
-        return float(norm)
+        self.inner.step()
+        self.inner.zero_grad()
+        for param in params:
+            if (master := self._copies.get(param)) is not None:
+                param.copy_(master)
+
+
+class StepInBackward:
+    """Steps each parameter as soon as backward has its final gradient, so that gradients are never all there at once.
+
+    There is one backward in a step, then, and no clipping, which needs the norm of all gradients before the first
+    parameter is stepped.
+
+    Args:
+        optimizer: whose parameters to step. Each must be divided by FSDP2, or be this rank's alone: a sum over ranks
+            in the middle of backward would need all of them to come to it in the same order.
+
+    Raises:
+        ValueError: a parameter of which other ranks hold copies.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._norm = GlobalNorm()
+        alone = optimizer.group is None
+        for param in optimizer.params:
+            if not (is_summed_in_backward(param) or (alone and not isinstance(param, DTensor))):
+                raise ValueError(
+                    "an optimizer step in backward needs each parameter to be divided by FSDP2, or one rank: other "
+                    f"ranks hold copies of one of shape {list(param.shape)}"
+                )
+            param.register_post_accumulate_grad_hook(self._step)
+
+    def begin(self, step: int, lr: float) -> None:
+        """As `Optimizer.begin`."""
+        self._norm = GlobalNorm()
+        self.optimizer.begin(step, lr)
+
+    def _step(self, param: nn.Parameter) -> None:
+        # FSDP2 calls this for each parameter of a layer, in the same order on every rank.
+        self._norm.add([param.grad])
+        self.optimizer.apply([param])
+
+    def step(self, grad_clip: float | None = None) -> float:
+        """After backward. A collective.
+
+        Returns:
+            The global norm of the gradients, which are gone.
+        """
+        if grad_clip is not None:
+            raise ValueError("gradients cannot be clipped where parameters are stepped within backward")
+        return float(self._norm.total())
+
+
+def _adamw(groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPS, fused=True)
+
+
+def _adamw8bit(groups: list[dict]) -> torch.optim.Optimizer:
+    return torchao("optim").AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPS, bf16_stochastic_round=True)
+
+
+def _adamw_bf16(groups: list[dict]) -> torch.optim.Optimizer:
+    return torchao("optim")._AdamW(groups, lr=0.0, betas=BETAS, eps=EPS, bf16_stochastic_round=True)
+
+
+_INNER: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
+    "adamw_bf16": _adamw_bf16,
+}

@@ -23,11 +23,11 @@ from flexcp.data import Documents
 from flexcp.errors import UserError
 from flexcp.estimate import check_memory
 from flexcp.evaluate import Evaluation, evaluate
-from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs
+from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs, save_model
 from flexcp.mesh import Degrees, Mesh
 from flexcp.metrics import Record, Reporter, peak_memory_bytes
-from flexcp.models import CheckpointError, save_pretrained
-from flexcp.optim import AdamW, learning_rate, sum_gradients
+from flexcp.optim import Optimizer, StepInBackward, learning_rate
+from flexcp.parallelize import reshard
 from flexcp.plans import Plans
 from flexcp.step import accumulate, own_rows, reduced
 
@@ -92,6 +92,8 @@ def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
         grid.cp,
         ranks.local_size,
         rows * config.seq_len,
+        grid.fsdp if config.fsdp == "on" else 1,
+        config.optim,
     )
     inputs = read_inputs(config)
     inputs.mask.probe(make_reader(config, inputs.train).next().doc_ids)
@@ -158,8 +160,11 @@ def run(
 
     model_config = config.model_config()
     reader = make_reader(config, inputs.train)
-    model = make_model(config, device)
-    optimizer = AdamW(model, config.weight_decay)
+    model = make_model(config, mesh, device)
+    optimizer = Optimizer(
+        model, config.optim, weight_decay=config.weight_decay, group=mesh.loss_group, seed=config.seed
+    )
+    stepper = StepInBackward(optimizer) if config.optim_step == "in_backward" else optimizer
     if mesh.rank == 0 and out is not None:
         (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     if verbose:
@@ -176,10 +181,10 @@ def run(
         for step in range(config.steps):
             began = time.perf_counter()
             batch = reader.next()
-            loss, num_labels = accumulate(model, batch, plans, mesh, config.grad_accum)
-            sum_gradients(model.parameters(), mesh.loss_group)
             lr = learning_rate(step, config.steps, config.warmup_steps, config.lr)
-            grad_norm = optimizer.step(lr, config.grad_clip)
+            stepper.begin(step, lr)
+            loss, num_labels = accumulate(model, batch, plans, mesh, config.grad_accum)
+            grad_norm = stepper.step(config.grad_clip)
             if not (torch.isfinite(torch.tensor([loss, grad_norm])).all()):
                 raise FloatingPointError(
                     f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: the run has diverged; lower --lr "
@@ -208,13 +213,10 @@ def run(
                 reporter.add_evaluation(step + 1, result)
     if verbose:
         print(f"# read: {reader.summary()}", flush=True)
-    if mesh.rank == 0 and out is not None:
-        try:
-            saved = save_pretrained(model, out / "model", origin=config.origin)
-        except CheckpointError as error:
-            raise UserError(f"the trained model: {error}") from None
+    if out is not None:
+        save_model(config, model, mesh, out / "model")
         if verbose:
-            print(f"# the model: {saved}", flush=True)
+            print(f"# the model: {out / 'model'}", flush=True)
     return records
 
 
@@ -233,7 +235,9 @@ def held_out_loss(
     """Of the first batches of the held-out documents, the same ones at every call."""
     reader = make_reader(config, documents)
     batches = (own_rows(reader.next(), mesh) for _ in range(config.eval_batches))
-    return evaluate(model, ((batch, None) for batch in batches), plans, mesh.loss_group)
+    result = evaluate(model, ((batch, None) for batch in batches), plans, mesh.loss_group)
+    reshard(model)
+    return result
 
 
 def _require_same_data(documents: Documents, mesh: Mesh, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from flexcp.models.errors import CheckpointError
 from flexcp.models.hf_config import config_from_hf, config_to_hf, read_config
 from flexcp.models.hf_names import from_hf, to_hf
 from flexcp.models.llama3 import Llama3, build
-from flexcp.models.pretrained import check_names, from_pretrained, load_weights
+from flexcp.models.pretrained import check_names, from_pretrained, load_weights, weights_of
 from flexcp.models.safetensors_in import Checkpoint
 from flexcp.models.safetensors_out import require_replaceable, save_pretrained
 
@@ -28,4 +28,5 @@ __all__ = [
     "require_replaceable",
     "save_pretrained",
     "to_hf",
+    "weights_of",
 ]

@@ -25,6 +25,9 @@ from flexcp.models.rope import apply_rope, rope_table
 
 _BLOCK = 128
 
+# From a parameter's name and itself to this rank's part of it and to where that begins in the whole.
+Place = Callable[[str, nn.Parameter], tuple[Tensor, tuple[int, ...]]]
+
 
 def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
@@ -223,17 +226,22 @@ class Llama3(nn.Module):
         return F.linear(x_BSC, self.embed.weight) if self.head is None else self.head(x_BSC)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, place: Place | None = None) -> None:
         """Fills every parameter: norms with 1, matrices with a normal cut off at 3 sigma.
 
         The matrices that write into the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 *
         num_layers), so that its variance does not grow with depth. Each parameter draws from a generator of
         its own, on the CPU and in fp32, seeded by `seed` and its name: the weights are the same on every
         rank, device and group size, and do not depend on the order or on which of them a rank holds.
+
+        Args:
+            place: where a rank holds only parts of parameters, as in `load_weights`: from a name and a parameter to the
+                part, a tensor to be filled, and to where it begins in the whole.
         """
         for name, param in self.named_parameters():
+            part, first = (param, (0,) * param.ndim) if place is None else place(name, param)
             if param.ndim == 1:
-                param.fill_(1.0)
+                part.fill_(1.0)
                 continue
             std = self.config.init_std
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -242,7 +250,7 @@ class Llama3(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             values = torch.empty(param.shape, dtype=torch.float32, device="cpu")
             nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
-            param.copy_(values)
+            part.copy_(values[tuple(slice(at, at + size) for at, size in zip(first, part.shape))])
 
 
 def build(

@@ -1,23 +1,21 @@
 """Weights between a Hugging Face folder and a model: `from_pretrained`, `load_weights`, `save_pretrained`."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexcp.models.configs import Llama3Config
 from flexcp.models.errors import CheckpointError
 from flexcp.models.hf_config import read_config
 from flexcp.models.hf_names import from_hf, to_hf
-from flexcp.models.llama3 import Llama3
+from flexcp.models.llama3 import Llama3, Place
 from flexcp.models.safetensors_in import DTYPES, Checkpoint
 
 # Tables that old checkpoints carry although they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-
-Place = Callable[[str, nn.Parameter], tuple[Tensor, tuple[int, ...]]]
 
 
 def from_pretrained(

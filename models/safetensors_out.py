@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +38,7 @@ def save_pretrained(
     origin: str | Path | None = None,
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    whole: Callable[[Tensor], Tensor] | None = None,
 ) -> Path:
     """Writes a folder that `transformers` and `from_pretrained` load.
 
@@ -47,6 +49,8 @@ def save_pretrained(
             config.json kept.
         tokenizer: a tokenizer.json, where there is no origin or it is another one.
         shard_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own.
+        whole: where ranks hold only parts of parameters: from a part to the whole, called once for each of
+            `weights_of(model)`, in its order, so that one rank can write while the others call it as well.
 
     Returns:
         The folder.
@@ -73,7 +77,7 @@ def save_pretrained(
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:
             os.chmod(temporary, 0o777 & ~_umask())
-            _write_weights(temporary, weights, shard_bytes)
+            _write_weights(temporary, weights, shard_bytes, whole)
             fields = config_to_hf(model.config, dtypes.pop(), kept)
             _write_text(temporary / "config.json", json.dumps(fields, indent=2) + "\n")
             for path in _companions(origin, tokenizer):
@@ -97,7 +101,9 @@ def _companions(origin: Path | None, tokenizer: str | Path | None) -> list[tuple
     return [(path, name) for name, path in files.items()]
 
 
-def _write_weights(folder: Path, weights: list[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _write_weights(
+    folder: Path, weights: list[tuple[str, Tensor]], shard_bytes: int, whole: Callable[[Tensor], Tensor] | None
+) -> None:
     shards: list[list[tuple[str, Tensor]]] = []
     room = 0
     for name, tensor in weights:
@@ -107,19 +113,19 @@ def _write_weights(folder: Path, weights: list[tuple[str, Tensor]], shard_bytes:
         shards[-1].append((name, tensor))
         room -= tensor.nbytes
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0])
+        _write_file(folder / SINGLE, shards[0], whole)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(folder / file, shard)
+        _write_file(folder / file, shard, whole)
         weight_map |= {name: file for name, _ in shard}
     total = sum(tensor.nbytes for _, tensor in weights)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> None:
+def _write_file(path: Path, tensors: list[tuple[str, Tensor]], whole: Callable[[Tensor], Tensor] | None = None) -> None:
     """One file of the format, in the order given."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -132,7 +138,7 @@ def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in tensors:
-            _write_tensor(file, tensor)
+            _write_tensor(file, tensor if whole is None else whole(tensor))
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flexcp
 from flexcp.config import TrainConfig
 from flexcp.data import IGNORE, Batch
+from flexcp.gradients import clip, sum_gradients
 from flexcp.mesh import Degrees, Mesh
 from flexcp.models import Llama3Config, build
-from flexcp.optim import sum_gradients
+from flexcp.parallelize import Parallel, parallelize, whole
 from flexcp.plans import Plans
 from flexcp.step import accumulate, own_rows
 from flexcp.train import run
@@ -91,18 +94,20 @@ def gradients(
     labels_end: int | None = None,
     degrees: dict[str, int] | None = None,
     grad_accum: int = 1,
+    fsdp: bool = False,
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
     model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
+    parallelize(model, grid, Parallel(fsdp=fsdp))
     plans = plans_for(config, grid)
     loss, num_labels = accumulate(model, batch, plans, grid, grad_accum)
     sum_gradients(model.parameters(), grid.loss_group)
     share = own_rows(batch, grid)
     mine = int((plans(share).shard(share.labels, pad=IGNORE) != IGNORE).sum())
-    return {"loss": loss, "tokens": num_labels, "grads": [p.grad for p in model.parameters()], "mine": mine}
+    return {"loss": loss, "tokens": num_labels, "grads": [whole(p.grad) for p in model.parameters()], "mine": mine}
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     def on_step(model: nn.Module, record: Any) -> None:
         if record["step"] == config.steps:
-            finals.extend(float(p.detach().double().sum()) for p in model.parameters())
+            finals.extend(float(whole(p.detach()).double().sum()) for p in model.parameters())
 
     degrees = {name: getattr(config, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     records = run(config, mesh(**degrees), on_step=on_step)
@@ -153,3 +158,28 @@ def sum_of_gradients(rank_without: int) -> list[Tensor]:
         params[0].grad = None
     sum_gradients(params, dist.group.WORLD)
     return [param.grad for param in params]
+
+
+def norm_of_mixed_meshes() -> tuple[float, float, str]:
+    """The norm of parameters on a 2 x 2 mesh, on each of its axes, and of a plain one; the norm after clipping to 2."""
+    grid = mesh(dp_shard=2, tp=2)
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    assert grid.sharding is not None
+    assert grid.tp is not None
+    values = [
+        distribute_tensor(torch.arange(30.0, dtype=torch.float64).reshape(5, 6), both, [Shard(0), Shard(1)]),
+        distribute_tensor(torch.full((5, 3), 2.0, dtype=torch.float64), grid.sharding, [Shard(0)]),
+        distribute_tensor(torch.full((3, 7), 3.0, dtype=torch.float64), both, [Replicate(), Shard(0)]),
+        torch.full((12,), 4.0, dtype=torch.float64),
+    ]
+    params = []
+    for value in values:
+        params.append(nn.Parameter(torch.zeros_like(value)))
+        params[-1].grad = value
+    try:
+        torch.nn.utils.clip_grad_norm_(params, 1e9)
+        torchs = "no error"
+    except Exception as error:
+        torchs = str(error)
+    first = float(clip(params, 2.0))
+    return first, float(clip(params, None)), torchs

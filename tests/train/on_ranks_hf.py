@@ -7,8 +7,8 @@ from torch import Tensor
 
 import flexcp
 from flexcp import masks
+from flexcp.gradients import sum_gradients
 from flexcp.models import from_pretrained
-from flexcp.optim import sum_gradients
 from tests.train.on_ranks import mesh
 
 

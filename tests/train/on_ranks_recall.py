@@ -8,7 +8,7 @@ import flexcp
 from flexcp import masks
 from flexcp.evaluate import Evaluation, evaluate
 from flexcp.models import Llama3Config, build
-from flexcp.optim import AdamW, learning_rate, sum_gradients
+from flexcp.optim import Optimizer, learning_rate
 from flexcp.recall import RecallTask
 from flexcp.step import accumulate
 from tests.train.on_ranks import mesh
@@ -40,12 +40,12 @@ def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int 
         return evaluate(model, batches, lambda batch: plan, group, EDGES)
 
     before = held_out()
-    optimizer = AdamW(model, weight_decay=0.0)
+    optimizer = Optimizer(model, weight_decay=0.0, group=group)
     losses = []
     for step in range(steps):
         batch, _ = TASK.rows(step + (0 if weights is None else 10_000))
+        optimizer.begin(step, learning_rate(step, steps, 20, 5e-3) if weights is None else 1e-3)
         loss, _ = accumulate(model, batch, lambda micro: plan, group_mesh)
         losses.append(loss)
-        sum_gradients(model.parameters(), group)
-        optimizer.step(learning_rate(step, steps, 20, 5e-3) if weights is None else 1e-3, 1.0)
+        optimizer.step(1.0)
     return {"before": before, "after": held_out(), "losses": losses, "weights": model.state_dict()}

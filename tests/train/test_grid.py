@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flexcp.batch import Batch
 from flexcp.config import TrainConfig
@@ -15,7 +16,7 @@ from tests.train import on_ranks
 from tests.train.test_equal import close
 
 GetRanks = Callable[[int], Ranks]
-GRIDS = [{"cp": 2, "dp_shard": 2}, {"dp_replicate": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+GRIDS = [{"cp": 2, "dp_shard": 2}, {"dp_replicate": 2, "cp": 2}, {"dp_replicate": 4}]
 
 
 def test_rows_are_split_without_loss() -> None:
@@ -33,23 +34,28 @@ def test_the_grid_counts_its_ranks() -> None:
 
 @pytest.mark.parametrize("labels_end", [None, 100])
 def test_gradients_do_not_depend_on_the_grid(ranks: GetRanks, labels_end: int | None) -> None:
-    """Six rows, 3 for each of two dp ranks, in micro-batches of 2 and 1: a partial last window; fewer labels, too."""
-    args = (200, 6, "gather", "head_tail", True, labels_end)
+    """Parameters whole on every rank, under FSDP2, and under HSDP; a learned bias of the scores among them.
+
+    Twelve rows, 6 or 3 for each dp rank, in micro-batches of which the last is smaller; fewer labels, too.
+    """
+    args = (200, 12, "gather", "head_tail", True, labels_end)
     alone = on_ranks.gradients(*args)
-    accumulated = on_ranks.gradients(*args, None, 4)
+    accumulated = on_ranks.gradients(*args, None, 5)
     assert accumulated["loss"] == pytest.approx(alone["loss"], rel=1e-12)
     close(accumulated["grads"], alone["grads"], 1e-11)
-    for degrees in GRIDS[: 1 if labels_end else 2]:
-        results = ranks(4).run(on_ranks.gradients, *args, degrees, 2)
-        assert sum(result["mine"] for result in results) == alone["tokens"]
-        for result in results:
-            assert result["tokens"] == alone["tokens"]
-            assert result["loss"] == pytest.approx(alone["loss"], rel=1e-12)
-            close(result["grads"], alone["grads"], 1e-11)
+    for degrees in GRIDS[: 1 if labels_end else None]:
+        for fsdp in (False, True):
+            results = ranks(4).run(on_ranks.gradients, *args, degrees, 2, fsdp)
+            assert sum(result["mine"] for result in results) == alone["tokens"]
+            for result in results:
+                assert result["tokens"] == alone["tokens"]
+                assert result["loss"] == pytest.approx(alone["loss"], rel=1e-12)
+                close(result["grads"], alone["grads"], 1e-11)
 
 
 MASKS = """
 import torch
+from safetensors.torch import load_file
 
 def by_row(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 16 * (b + 1))
@@ -90,3 +96,20 @@ def test_no_token_is_counted_twice(ranks: GetRanks, tmp_path: Path) -> None:
     for result in ranks(4).run(on_ranks.train, config):
         assert result["records"][-1]["tokens_seen"] == 327_680
         assert {record["tokens"] for record in result["records"]} == {32 * 2048}
+
+
+def test_divided_parameters_begin_and_end_as_whole_ones(ranks: GetRanks, tmp_path: Path) -> None:
+    """Random weights, three steps, the saved folder, weights from that folder, another step: as one rank does it."""
+    settings = {"seq_len": 200, "batch": 2, "steps": 3, "warmup_steps": 1}
+    alone = on_ranks.train(TrainConfig(out=str(tmp_path / "one"), **settings))["records"]
+    grid = {"cp": 2, "dp_shard": 2}
+    both = ranks(4).run(on_ranks.train, TrainConfig(out=str(tmp_path / "four"), **grid, **settings))
+    assert [r["loss"] for r in both[3]["records"]] == pytest.approx([r["loss"] for r in alone], rel=1e-5)
+    saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "four")]
+    assert saved[0].keys() == saved[1].keys()
+    for name, tensor in saved[0].items():
+        torch.testing.assert_close(saved[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    again = dict(settings, steps=1, init_from=str(tmp_path / "four" / "model"))
+    (expected,) = on_ranks.train(TrainConfig(**again))["records"]
+    for result in ranks(4).run(on_ranks.train, TrainConfig(**grid, **again)):
+        assert result["records"][0]["loss"] == pytest.approx(expected["loss"], rel=1e-6)

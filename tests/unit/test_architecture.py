@@ -22,7 +22,7 @@ PLANNING = {"layout", "balance", "blockmask", "planner"}
 ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "parallelize", "fp8", "tiling", "offload"}
 ENGINE |= {"loss", "headserial", "leanlayer"}
 APPLICATION = {"train", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
-APPLICATION |= {"step", "plans"}
+APPLICATION |= {"step", "plans", "gradients", "optim"}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")
 MOST_LINES = 400
 

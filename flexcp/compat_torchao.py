@@ -1,0 +1,20 @@
+"""torchao, imported where it is used: that takes a second, and tells of each GPU library that does not load here."""
+
+import importlib
+import logging
+from types import ModuleType
+
+_NOISY = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")
+
+
+def torchao(module: str) -> ModuleType:
+    """`torchao.MODULE`, without the remarks of its import, which nobody who trains on this machine can act upon."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(f"torchao.{module}")
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)

@@ -1,0 +1,81 @@
+"""A model made parallel, from outside of it, in the one order in which the steps fit together.
+
+    parallelize: fp8 conversion -> tensor parallelism -> activation checkpointing -> compile -> fully_shard
+    then, by the caller: allocation (to_empty) and weights, each rank its own part of them (`place`)
+
+The model may still be on the meta device, and should be where it is large: no rank ever holds more than its part.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flexcp.compat_tensor import offset_of_local
+from flexcp.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What is done to a model.
+
+    Attributes:
+        fsdp: divide the parameters over dp_shard x cp; False: every rank holds all of them.
+    """
+
+    fsdp: bool = True
+
+
+def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
+    """Makes a model parallel, in place; its parameters keep their names.
+
+    Args:
+        model: a decoder with `embed`, `layers`, `norm` and `head`, or a module that holds one; it may hold other
+            parameters, learned tensors of its scores for instance.
+        mesh: the grid.
+        how: what to do.
+    """
+    if how.fsdp and mesh.sharding is not None:
+        _shard(model, mesh)
+
+
+def _shard(model: nn.Module, mesh: Mesh) -> None:
+    """FSDP2 over dp_shard x cp, with copies over dp_replicate; gradients are summed, not averaged."""
+    dtype = next(model.parameters()).dtype
+    # bf16 has 8 bits: its gradients are summed over ranks in fp32.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
+    settings = {"mesh": mesh.sharding, "mp_policy": policy}
+    # FSDP2 cannot divide a number; it stays whole, and `gradients.sum_gradients` sums its gradient.
+    scalars = {param for param in model.parameters() if param.ndim == 0}
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for layer in layers:
+            fully_shard(layer, **settings)
+    # What stands around the layers (embedding, last norm, head) is used at both ends of backward, and stays gathered
+    # between them.
+    fully_shard(model, **settings, ignored_params=scalars or None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # What ranks compute are parts of a sum (`step`), and gloo knows no other reduction.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets go of what FSDP2 keeps gathered after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def place(name: str, param: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter, to be filled, and where it begins in the whole."""
+    if not isinstance(param, DTensor):
+        return param.detach(), (0,) * param.ndim
+    return param.detach().to_local(), offset_of_local(param)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor with the parts of all ranks. A collective, where it is a DTensor."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
