@@ -74,8 +74,8 @@ def plan(
             divisor of cp_size below itself that divides the KV heads of `cost`.
         cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
         like: the plan of an earlier step over the same length and group, for a mask that changes from step to step
-            (packed documents): kind of communication and head groups stay its own, and no buffer becomes smaller, so
-            that shapes hardly ever change.
+            (packed documents): kind of communication, head groups and the size of a stage stay its own, so that no
+            shape changes. What does not fit into a stage of exchange makes a second one of the same size.
         device: where the plan's tensors live; None: the mesh's device type, else CPU.
     Raises:
         ValueError, TypeError: one sentence that says what was given, what is needed and what to do; on every rank where
@@ -151,7 +151,7 @@ def plan(
                 lambda source=source: shared.table(source),
                 device,
                 groups,
-                0 if like is None else like.schedules[name].slots,
+                None if like is None else like.schedules[name].slots,
                 ulysses,
             )
             for name, source in sources.items()
@@ -288,7 +288,7 @@ class Plan:
         source = Everything(self.seq_len, some.source.block_size)
         table = lambda: table_of(source, device)  # noqa: E731
         schedule = planner.build_schedule(
-            source, some.layout, self.rank, some.comm, table, device, some.head_groups, 0, some.ulysses
+            source, some.layout, self.rank, some.comm, table, device, some.head_groups, None, some.ulysses
         )
         return Token(self, schedule, device)
 

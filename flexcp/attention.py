@@ -143,12 +143,12 @@ def _arrivals(
             arrived = moving.wait()
             if following is not None:
                 moving = kind(following, k, v, link)
-            yield group, group.stage, *arrived
-            del arrived
+            for stage in group.stages:
+                yield group, stage, *arrived.pop(0)
 
 
 def _whole(stage: Stage, q: Tensor, k: Tensor) -> HeadGroup:
-    return HeadGroup(slice(0, q.shape[1]), slice(0, k.shape[1]), stage)
+    return HeadGroup(slice(0, q.shape[1]), slice(0, k.shape[1]), (stage,))
 
 
 class _KeyGradients:
@@ -159,6 +159,7 @@ class _KeyGradients:
         self.link = link
         self.kernel_dtype = kernel.gradient_dtype(k)
         self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        self.parts: list[tuple[Tensor, Tensor]] = []  # of the group's stages so far
         self.pending: Pending | None = None
         self.moving: tuple[HeadGroup, GatheredGradients | ExchangedGradients] | None = None
 
@@ -176,10 +177,15 @@ class _KeyGradients:
             self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
         else:
             assert dkv is not None
+            self.parts.append(dkv)
+            if stage is not group.stages[-1]:
+                return
+            dk, dv = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in zip(*self.parts))
+            self.parts = []
             if self.comm == "exchange":
-                self.moving = group, ExchangedGradients(group, *dkv, self.dk, self.link)
+                self.moving = group, ExchangedGradients(group, dk, dv, self.dk, self.link)
             else:
-                self.moving = group, GatheredGradients(group, *dkv, self.link)
+                self.moving = group, GatheredGradients(group, dk, dv, self.link)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         self._settle()

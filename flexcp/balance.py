@@ -147,8 +147,7 @@ def buffer_rows(layout: Layout, comm: str, tables: Sequence[Table], num_kv_heads
         return min(2, layout.cp_size - 1) * layout.local_len * num_kv_heads
     most = 0
     for table in tables:
-        needs = needs_by_owner(table, layout)
-        most = max(most, *(num_slots(needs, rank) * table.block_size[1] for rank in range(layout.cp_size)))
+        most = max(most, num_slots(needs_by_owner(table, layout)) * table.block_size[1])
     return most * num_kv_heads
 
 

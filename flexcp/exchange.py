@@ -42,8 +42,7 @@ class Exchange:
         rank: this rank.
         block_size: keys in a block.
         needs: bool [heads, reader, owner, blocks of a rank]: the reader's queries see the owner's block.
-        slots: blocks in the buffer: its own, the received ones, and padding up to one of few sizes, two for each
-            doubling; it is not sent.
+        slots: blocks in the buffer: its own, the received ones, and padding; this is not sent.
     """
 
     rank: int
@@ -107,25 +106,34 @@ def needs_by_owner(table: Table, layout: Layout) -> np.ndarray:
     return rank_needs(table, layout)[:, :, owned_blocks(layout, table.block_size[1])]
 
 
-def num_slots(needs: np.ndarray, rank: int) -> int:
-    """Blocks of a rank's buffer; see `Exchange.slots`."""
-    blocks = needs.shape[3]
-    shards = -(-int(received(needs, rank).sum()) // blocks)
+def num_slots(needs: np.ndarray) -> int:
+    """Blocks that a stage reads: a rank's own and what the neediest rank receives, rounded up to one of few sizes.
+
+    The same for all ranks, and two sizes for each doubling, so that what the next documents need is likely to fit.
+    """
+    readers, owners, blocks = needs.shape[1:]
+    seen = np.logical_or.reduce(needs, axis=0)
+    others = seen.sum(axis=(1, 2)) - seen[np.arange(readers), np.arange(owners)].sum(axis=1)
+    shards = -(-int(others.max()) // blocks)
     # 0, 1, 2, 3, 4, 6, 8, 12, 16, ... received shards, but no more than there are.
     step = max(1, 1 << max(0, shards - 1).bit_length() - 2) if shards > 2 else 1
-    return blocks * (1 + min(needs.shape[1] - 1, -(-shards // step) * step))
+    return blocks * (1 + min(owners - 1, -(-shards // step) * step))
 
 
-def plan_exchange(table: Table, layout: Layout, rank: int, least_slots: int = 0) -> tuple[Exchange, Tensor]:
-    """This rank's exchange, and the global start of each block of its buffer: int64 [slots].
+def plan_exchange(table: Table, layout: Layout, rank: int, slots: int | None = None) -> tuple[Exchange, Tensor]:
+    """This rank's exchange, and the global start of each block of its buffer: int64 [stages, slots].
 
-    Padding starts past the end of the sequence, where nothing is visible. It has at least `least_slots`.
+    A buffer is read by one stage, but where `slots` are given and are too few, by as many as are needed: a stage's
+    shapes then stay what they were, whatever the next documents need. Padding starts past the end of the sequence,
+    where nothing is visible.
     """
     block_size = table.block_size[1]
     owned, needs = owned_blocks(layout, block_size), needs_by_owner(table, layout)
     arriving = owned[received(needs, rank)]
-    blocks, slots = owned.shape[1], max(num_slots(needs, rank), least_slots)
-    starts = np.full(slots, layout.padded_len, dtype=np.int64)
+    blocks, slots = owned.shape[1], slots or num_slots(needs)
+    stages = -(-(blocks + len(arriving)) // slots)
+    starts = np.full(stages * slots, layout.padded_len, dtype=np.int64)
     starts[:blocks] = owned[rank] * block_size
     starts[blocks : blocks + len(arriving)] = arriving * block_size
-    return Exchange(rank, block_size, needs, slots), torch.from_numpy(starts)
+    exchange = Exchange(rank, block_size, needs, stages * slots)
+    return exchange, torch.from_numpy(starts).unflatten(0, (stages, slots))

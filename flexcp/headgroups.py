@@ -24,18 +24,18 @@ class HeadGroup:
 
     Attributes:
         queries, keys: the query and the KV heads.
-        stage: the schedule's stage for these heads alone.
+        stages: the schedule's, for these heads alone.
         divided: there are other groups; False: these are all heads.
     """
 
     queries: slice
     keys: slice
-    stage: Stage
+    stages: tuple[Stage, ...]
     divided: bool = False
 
     def score(self, score: Score) -> Score:
         """The same score for tensors that hold only this group's heads."""
-        return shifted_score(score, self.queries.start, self.stage.q_start.device) if self.divided else score
+        return shifted_score(score, self.queries.start, self.stages[0].q_start.device) if self.divided else score
 
 
 def shifted_score(score: Score, first: int, device: torch.device) -> Score:
@@ -57,22 +57,22 @@ def shifted_score(score: Score, first: int, device: torch.device) -> Score:
 
 
 def head_groups(schedule: Schedule, num_heads: int, num_kv_heads: int) -> list[HeadGroup]:
-    """The groups of a schedule that is one stage; kept with it, since every layer asks."""
+    """The groups of a schedule whose keys all arrive at once; kept with it, since every layer asks."""
     groups = math.gcd(schedule.head_groups, num_kv_heads)
-    (stage,) = schedule.stages
     if groups == 1:
-        return [HeadGroup(slice(0, num_heads), slice(0, num_kv_heads), stage)]
+        return [HeadGroup(slice(0, num_heads), slice(0, num_kv_heads), schedule.stages)]
     key = num_heads, num_kv_heads
     if key not in schedule.groups:
-        schedule.groups[key] = _make(schedule.source, stage, num_heads, num_kv_heads, groups)
+        schedule.groups[key] = _make(schedule, num_heads, num_kv_heads, groups)
     return schedule.groups[key]
 
 
-def _make(source: BlockSource, stage: Stage, num_heads: int, num_kv_heads: int, groups: int) -> list[HeadGroup]:
+def _make(schedule: Schedule, num_heads: int, num_kv_heads: int, groups: int) -> list[HeadGroup]:
     made = []
     for i in range(groups):
         queries, keys = (slice(i * n // groups, (i + 1) * n // groups) for n in (num_heads, num_kv_heads))
-        made.append(HeadGroup(queries, keys, _stage_of(source, stage, queries), divided=True))
+        stages = tuple(_stage_of(schedule.source, stage, queries) for stage in schedule.stages)
+        made.append(HeadGroup(queries, keys, stages, divided=True))
     return made
 
 

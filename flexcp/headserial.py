@@ -119,7 +119,7 @@ class SerialAttention:
             if self.groups > 1:
                 stages = tuple(_stage_of(schedule.source, stage, queries) for stage in schedule.stages)
                 schedule = replace(schedule, stages=stages, head_groups=1, groups={})
-            found.append((HeadGroup(queries, keys, schedule.stages[0], self.groups > 1), schedule))
+            found.append((HeadGroup(queries, keys, schedule.stages, self.groups > 1), schedule))
         return found
 
 

@@ -18,12 +18,12 @@ class Gathering:
         self.like = k[:, group.keys], v[:, group.keys]
         self.pending = link.start_all_gather(pack(*self.like))
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Keys and values side by side in rank order, [B, G, cp_size * L, D]."""
+    def wait(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values side by side in rank order, [B, G, cp_size * L, D], for the one stage that there is."""
         received = self.pending.wait()
         assert received is not None
         keys, values = unpack(received, *self.like)
-        return _side_by_side(keys), _side_by_side(values)
+        return [(_side_by_side(keys), _side_by_side(values))]
 
 
 class GatheredGradients:
@@ -50,20 +50,21 @@ class Exchanging:
 
     def __init__(self, group: HeadGroup, k: Tensor, v: Tensor, link: Link) -> None:
         self.exchange, self.routes = _routes(group, k)
+        self.stages = len(group.stages)
         k_group, v_group = k[:, group.keys], v[:, group.keys]
         self.batch, self.groups, length, self.dim = k_group.shape
         self.blocks = length // self.exchange.block_size
         self.own = _rows(torch.cat([k_group, v_group], dim=-1), self.exchange.block_size)
         self.pending = _send(link, self.exchange, self.own, self.routes.send_rows, self.routes, forward=True)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's own blocks and of the received ones, [B, G, slots * block_size, D]."""
+    def wait(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of this rank's own blocks and then of the received ones, [B, G, rows, D] for each stage."""
         buffer = self.own.new_zeros(self.groups, self.exchange.slots, self.own.shape[1])
         buffer[:, : self.blocks] = self.own.unflatten(0, (self.groups, self.blocks))
         if self.pending is not None:
             buffer.flatten(0, 1)[self.routes.receive_rows] = self.pending.wait()
-        kv = _unrows(buffer, self.batch, self.exchange.block_size)
-        return kv[..., : self.dim], kv[..., self.dim :]
+        parts = [_unrows(part, self.batch, self.exchange.block_size) for part in buffer.chunk(self.stages, dim=1)]
+        return [(kv[..., : self.dim], kv[..., self.dim :]) for kv in parts]
 
 
 class ExchangedGradients:
@@ -94,7 +95,7 @@ class ExchangedGradients:
 
 
 def _routes(group: HeadGroup, like: Tensor) -> tuple[Exchange, Routes]:
-    exchange = group.stage.exchange
+    exchange = group.stages[0].exchange
     assert exchange is not None
     return exchange, exchange.routes(like.shape[1], like.device, group.keys)
 

@@ -2,7 +2,7 @@
 
 One executor walks many schedules. A *stage* is one call of the kernel: this rank's queries against the keys and values
 of some ranks. `gather` is a single stage over everybody's; `ring` is one stage per rank; `exchange` is a single stage
-over the blocks that its queries see.
+over the blocks that its queries see, or several where a stage's size is fixed.
 """
 
 from collections.abc import Callable
@@ -94,9 +94,8 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """Blocks in the buffer of `exchange`; 0 for other kinds."""
-        exchange = self.stages[0].exchange
-        return 0 if exchange is None else exchange.slots
+        """Blocks that each stage of `exchange` reads; 0 for other kinds."""
+        return 0 if self.stages[0].exchange is None else self.stages[0].kv_start.numel()
 
 
 def build_schedule(
@@ -107,7 +106,7 @@ def build_schedule(
     table: Callable[[], Table],
     device: torch.device,
     head_groups: int = 1,
-    least_slots: int = 0,
+    slots: int | None = None,
     ulysses: int = 1,
 ) -> Schedule:
     """The stages of one rank.
@@ -117,7 +116,7 @@ def build_schedule(
         rank: in the group; ranks that share heads follow one another.
         comm: "gather", "ring" or "exchange".
         table: gives what each query block of the sequence sees; `gather` does not ask. Every rank must get the same.
-        least_slots: blocks that the buffer of `exchange` has at least.
+        slots: blocks that each stage of `exchange` reads; None: as many as make it one stage.
     """
     rank, index = divmod(rank, ulysses)
     source = share_of_source(source, ulysses, index)
@@ -128,7 +127,7 @@ def build_schedule(
         stages = _ring_stages(source, layout, rank, need, device)
     else:
         some = share_of_table(table(), ulysses, index)
-        stages = _exchange_stages(source, layout, rank, some, device, least_slots)
+        stages = _exchange_stages(source, layout, rank, some, device, slots)
     return Schedule(layout, rank, comm, source, stages, head_groups, ulysses)
 
 
@@ -171,11 +170,11 @@ def _ring_stages(
 
 
 def _exchange_stages(
-    source: BlockSource, layout: Layout, rank: int, table: Table, device: torch.device, least_slots: int
+    source: BlockSource, layout: Layout, rank: int, table: Table, device: torch.device, slots: int | None
 ) -> tuple[Stage, ...]:
-    """The blocks that this rank's queries see, and no others, at once."""
-    exchange, kv_start = plan_exchange(table, layout, rank, least_slots)
-    return (_stage(source, layout, rank, (), device, kv_start=kv_start, exchange=exchange),)
+    """The blocks that this rank's queries see, and no others, at once; in several stages only for want of slots."""
+    exchange, kv_starts = plan_exchange(table, layout, rank, slots)
+    return tuple(_stage(source, layout, rank, (), device, kv_start=some, exchange=exchange) for some in kv_starts)
 
 
 def _stage(
