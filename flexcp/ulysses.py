@@ -17,7 +17,7 @@ from torch import Tensor
 from flexcp.comm import Link, Pending
 from flexcp.headgroups import shifted_score
 from flexcp.heads import check_heads
-from flexcp.kernel import Score
+from flexcp.kernel import Score, accumulation_dtype
 from flexcp.planner import Schedule
 
 
@@ -107,16 +107,23 @@ class Switch:
         """The adjoint of `to_heads` for q, k and v, in the accumulation dtype."""
         if self.ranks == 1:
             return dq, dk, dv
-        keys = self.shares.keys[self.me]
         dkv = [dk, dv]
         if self._own_keys is not None:
-            count = keys.stop - keys.start
-            dkv = [x.new_zeros(x.shape[0], count, *x.shape[2:]).index_add_(1, self._own_keys, x) for x in dkv]
+            dkv = [self._summed_by_key(x) for x in dkv]
         # Parts that are added to others travel unrounded.
         shared = any(a.stop > b.start for a, b in zip(self.shares.keys, self.shares.keys[1:]))
         narrow = [dq.to(self.dtype), *(x if shared else x.to(self.dtype) for x in dkv)]
-        moved = self._swap_out(narrow, [self.shares.queries, self.shares.keys, self.shares.keys])
-        return tuple(x.to(dq.dtype) for x in moved)
+        return tuple(self._swap_out(narrow, [self.shares.queries, self.shares.keys, self.shares.keys]))
+
+    def _summed_by_key(self, x: Tensor) -> Tensor:
+        """The adjoint of x[:, self._own_keys]; in order, where `index_add_` on a GPU keeps none."""
+        assert self.shares.key_of_query is not None
+        keys = self.shares.keys[self.me]
+        shape = x.shape[0], keys.stop - keys.start, *x.shape[2:]
+        total = x.new_zeros(shape, dtype=accumulation_dtype(x.dtype))
+        for query, key in enumerate(self.shares.key_of_query[self.me]):
+            total[:, key] += x[:, query]
+        return total
 
     @property
     def _own_keys(self) -> Tensor | None:
@@ -137,7 +144,8 @@ class Switch:
             rows = x.shape[2] // self.ranks
             counts = [some.stop - some.start for some in mine]
             shapes.append([x.new_empty(x.shape[0], count, rows, *x.shape[3:], device="meta") for count in counts])
-            results.append(x.new_zeros(x.shape[0], mine[-1].stop, rows, *x.shape[3:]))
+            dtype = accumulation_dtype(x.dtype)
+            results.append(x.new_zeros(x.shape[0], mine[-1].stop, rows, *x.shape[3:], dtype=dtype))
         for total, mine, parts in zip(results, heads, self._exchange(pieces, shapes)):
             for some, part in zip(mine, parts):
                 total[:, some] += part
