@@ -127,7 +127,7 @@ def plan(
         }
     agree(link, asked, device)
     with others_are_told(link, device):
-        shared = _Shared(link, size, device)
+        shared = _Shared(None if link is None or link.simulated else link, size, device)
         layout, kind, groups = balancing.choose(
             balance,
             planner.of_stages(comm),

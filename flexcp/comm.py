@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.simulate import SimulatedGroup
+
 # torch 2.13 renamed it and warns of the old name; 2.11 knows only that.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -64,6 +66,9 @@ class Pending:
 class Link:
     """This rank's connection to its `cp` group. Without a group it is alone, and everything it does is local.
 
+    Attributes:
+        simulated: the other ranks are not there (`simulate`): what comes from them has the right size, and no meaning.
+
     Args:
         group: the ranks; None: this one alone.
         counters: where to count; None: counters of its own.
@@ -73,6 +78,7 @@ class Link:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.simulated = isinstance(group, SimulatedGroup)
         self.counters = counters or Counters()
         self._parts: dict[int, tuple[Link, Link]] = {}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -109,3 +110,20 @@ def over_pairs(function: Callable[..., Tensor], with_score: bool, num_buffers: i
             return function(*args)
 
     return lifted
+
+
+def spin(seconds: float) -> None:
+    """Keeps the current CUDA stream busy for so long, with one thread of one block."""
+    if seconds > 0:
+        torch.cuda._sleep(int(seconds * _cycles_per_s(torch.cuda.current_device())))
+
+
+@cache
+def _cycles_per_s(device: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)
+    begin.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    end.synchronize()
+    return 50_000_000 / begin.elapsed_time(end) * 1e3

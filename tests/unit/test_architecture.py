@@ -20,7 +20,7 @@ PLANNING = {"layout", "balance", "blockmask", "planner"}
 # The engine: what `import flexcp` brings in, and these where they are there. The application is the rest of flexcp/; it
 # may know masks and models, and the engine may know neither these nor the application.
 ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "parallelize", "fp8", "tiling", "offload"}
-ENGINE |= {"loss", "headserial", "leanlayer"}
+ENGINE |= {"loss", "headserial", "leanlayer", "simulate"}
 APPLICATION = {"train", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
 APPLICATION |= {"step", "plans", "gradients", "optim"}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")
