@@ -1,4 +1,4 @@
-"""The oracle matrix: masks x comm x layout x cp x GQA x length x score, and how one case of it is checked."""
+"""The oracle matrix: masks x comm x layout x cp x KV heads x length x block x score, and how one case is checked."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ import flexcp
 from flexcp import masks
 from tests import oracle
 
-HEADS, DIM = 4, 16
+DIM = 16
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,22 @@ class Case:
     comm: str
     balance: str
     cp: int
-    gqa: int
+    kv_heads: str
     seq_len: int
+    block: int
     score: str
 
     def __str__(self) -> str:
         return "-".join(str(x) for x in astuple(self))
+
+    @property
+    def heads(self) -> int:
+        """Query heads: 4, or the next number that the ranks can share."""
+        return {3: 6, 8: 8}.get(self.cp, 4) if self.comm.startswith("ulysses") else 4
+
+    @property
+    def groups(self) -> int:
+        return {"all": self.heads, "two": 2, "one": 1}[self.kv_heads]
 
 
 AXES = {
@@ -43,47 +53,49 @@ AXES = {
         "block_sparse",
         "dead_rows",
     ),
-    "comm": ("gather", "ring", "exchange", "gather*4", "exchange*2"),  # *n: in n groups of KV heads
+    # *n: in n groups of KV heads
+    "comm": (
+        "gather",
+        "ring",
+        "exchange",
+        "gather*4",
+        "exchange*2",
+        "ulysses",
+        "ulysses+gather",
+        "ulysses+ring",
+        "ulysses+exchange",
+    ),
     "balance": ("contiguous", "head_tail", "per_document", "ptrr", "min_heap", "affinity"),
     "cp": (1, 2, 3, 4),
-    "gqa": (1, 4),
+    "kv_heads": ("all", "two", "one"),
     "seq_len": (384, 500, 1000, 1024, 129),
+    "block": (128, 32),
     "score": ("none", "distance", "bias", "window_by_inf", "slope_by_head"),
 }
 assert tuple(AXES) == tuple(f.name for f in fields(Case))
 
-
 WHOLE_CP = (*AXES["cp"], 8)
-
-# Where the whole matrix is the full product of all masks, lengths and head ratios.
-FULL_COMMS, FULL_BALANCES, FULL_CP = ("gather", "ring"), ("contiguous", "head_tail"), (1, 2, 4)
-FULL_SCORES = ("none", "distance", "bias", "window_by_inf")
+SHORT = (129, 250, 384)
 
 
 def whole() -> list[Case]:
-    """The full product over FULL_COMMS, FULL_BALANCES, FULL_SCORES and FULL_CP, and `rotated` for everything else."""
-    full = [
-        Case(**dict(zip(AXES, values)))
-        for values in itertools.product(
-            AXES["mask"], FULL_COMMS, FULL_BALANCES, FULL_CP, AXES["gqa"], AXES["seq_len"], FULL_SCORES
-        )
-    ]
-    # Neighbours in the list share the oracle's result, which is cached.
-    return sorted({*full, *rotated()}, key=lambda c: (c.cp, c.seq_len, c.mask, c.gqa, c.score, c.comm, c.balance))
+    """Every mask over every comm, layout, cp and number of KV heads; lengths and scores in rotation.
 
-
-def rotated() -> list[Case]:
-    """Every mask over every comm, layout, cp and GQA, each with two pairs of length and score, in rotation.
-
-    Every comm and layout meets at least 20 of the 25 pairs; the cases are 8% of the full product.
+    Left out is only what is the same thing again: layouts of one rank, and ulysses with another kind on so few ranks
+    that it is ulysses alone. Short sequences in small blocks: what a case costs is its messages.
     """
-    pairs = itertools.cycle(itertools.product(AXES["seq_len"], AXES["score"]))
-    names = ("mask", "comm", "balance", "gqa")
+    pairs = itertools.cycle(itertools.product(SHORT, AXES["score"]))
+    names = ("mask", "comm", "balance", "kv_heads")
     cases = []
     for cp, *values in itertools.product(WHOLE_CP, *(AXES[name] for name in names)):
-        for seq_len, score in itertools.islice(pairs, 2):
-            cases.append(Case(cp=cp, seq_len=seq_len, score=score, **dict(zip(names, values))))
-    return cases
+        mask, comm, balance, kv_heads = values
+        one_rank = cp == 1 or comm == "ulysses"
+        if (one_rank and balance != "contiguous") or (comm.startswith("ulysses+") and cp < 4):
+            continue
+        seq_len, score = next(pairs)
+        cases.append(Case(mask, comm, balance, cp, kv_heads, seq_len, 32, score))
+    # Neighbours in the list share the oracle's result, which is cached.
+    return sorted(cases, key=lambda c: (c.cp, c.seq_len, c.mask, c.heads, c.groups, c.score, c.comm, c.balance))
 
 
 def sample(seed: int, at_least: int) -> list[Case]:
@@ -104,9 +116,8 @@ def sample(seed: int, at_least: int) -> list[Case]:
         best = max(candidates, key=lambda c: len(pairs(c) & missing))
         chosen[best] = None
         missing -= pairs(best)
-    everything = [case for case in whole() if case.cp in AXES["cp"]]
     while len(chosen) < at_least:
-        chosen[rng.choice(everything)] = None
+        chosen[Case(**{n: rng.choice(AXES[n]) for n in names})] = None
     return sorted(chosen, key=lambda c: (c.cp, str(c)))
 
 
@@ -115,17 +126,17 @@ def document_ids(seq_len: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(4), lengths)[:seq_len]
 
 
-def block_sparse(seq_len: int) -> BlockMask:
+def block_sparse(seq_len: int, heads: int) -> BlockMask:
     """A random table of 128 x 64 blocks without a mask_mod."""
     generator = torch.Generator().manual_seed(seq_len)
     rows, columns = -(-seq_len // 128), -(-seq_len // 64)
-    table = torch.rand(1, HEADS, rows, columns, generator=generator) < 0.4
+    table = torch.rand(1, heads, rows, columns, generator=generator) < 0.4
     counts = table.sum(-1, dtype=torch.int32)
     indices = torch.argsort(table.to(torch.uint8), dim=-1, descending=True, stable=True).to(torch.int32)
     return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(128, 64), seq_lengths=(seq_len, seq_len))
 
 
-def flexcp_mask(name: str, seq_len: int):
+def flexcp_mask(name: str, seq_len: int, heads: int = 4):
     """(mask, keyword arguments of flexcp.plan)"""
     if name == "causal":
         return masks.causal(), {}
@@ -140,9 +151,9 @@ def flexcp_mask(name: str, seq_len: int):
     if name == "per_batch":
         return (lambda b, h, q, kv: (q >= kv) & (q - kv < (b + 1) * 90)), {"batch": 2}
     if name == "per_head":
-        return (lambda b, h, q, kv: (q >= kv) & (q - kv < (h + 1) * 64)), {"heads": HEADS}
+        return (lambda b, h, q, kv: (q >= kv) & (q - kv < (h + 1) * 64)), {"heads": heads}
     if name == "block_sparse":
-        return block_sparse(seq_len), {}
+        return block_sparse(seq_len, heads), {}
     if name == "dead_rows":
         # Rows of the second third see nothing at all.
         third = torch.tensor(seq_len // 3)
@@ -150,7 +161,7 @@ def flexcp_mask(name: str, seq_len: int):
     raise KeyError(name)
 
 
-def dense_mask(name: str, seq_len: int) -> Tensor:
+def dense_mask(name: str, seq_len: int, heads: int = 4) -> Tensor:
     """The same mask written out, [B or 1, H or 1, S, S]."""
     q, kv = torch.arange(seq_len)[:, None], torch.arange(seq_len)
     causal = q >= kv
@@ -168,11 +179,11 @@ def dense_mask(name: str, seq_len: int) -> Tensor:
     if name == "per_batch":
         return torch.stack([causal & (q - kv < (b + 1) * 90) for b in range(2)])[:, None]
     if name == "per_head":
-        return torch.stack([causal & (q - kv < (h + 1) * 64) for h in range(HEADS)])[None]
+        return torch.stack([causal & (q - kv < (h + 1) * 64) for h in range(heads)])[None]
     if name == "block_sparse":
-        mask = block_sparse(seq_len)
-        dense = torch.zeros(1, HEADS, seq_len, seq_len, dtype=torch.bool)
-        for h, i in itertools.product(range(HEADS), range(mask.kv_indices.shape[2])):
+        mask = block_sparse(seq_len, heads)
+        dense = torch.zeros(1, heads, seq_len, seq_len, dtype=torch.bool)
+        for h, i in itertools.product(range(heads), range(mask.kv_indices.shape[2])):
             for j in mask.kv_indices[0, h, i, : mask.kv_num_blocks[0, h, i]].tolist():
                 dense[0, h, i * 128 : (i + 1) * 128, j * 64 : (j + 1) * 64] = True
         return dense
@@ -195,7 +206,7 @@ def score_mod(name: str, bias: Tensor):
     raise KeyError(name)
 
 
-def dense_score(name: str, seq_len: int):
+def dense_score(name: str, seq_len: int, heads: int):
     q, kv = torch.arange(seq_len)[:, None], torch.arange(seq_len)
     distance = (q - kv).abs()
     return {
@@ -203,31 +214,32 @@ def dense_score(name: str, seq_len: int):
         "distance": lambda s, bias: s - distance * 0.05,
         "bias": lambda s, bias: s + bias[distance],
         "window_by_inf": lambda s, bias: torch.where(distance < 64, s, -torch.inf),
-        "slope_by_head": lambda s, bias: s - distance * 0.02 * torch.arange(1, HEADS + 1)[:, None, None],
+        "slope_by_head": lambda s, bias: s - distance * 0.02 * torch.arange(1, heads + 1)[:, None, None],
     }[name]
 
 
-def inputs(batch: int, groups: int, seq_len: int) -> dict[str, Tensor]:
+def inputs(batch: int, heads: int, groups: int, seq_len: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1000 * groups + seq_len)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     return {
-        "q": normal(batch, HEADS, seq_len, DIM),
+        "q": normal(batch, heads, seq_len, DIM),
         "k": normal(batch, groups, seq_len, DIM),
         "v": normal(batch, groups, seq_len, DIM),
         "bias": normal(seq_len),
-        "dout": normal(batch, HEADS, seq_len, DIM),
-        "dlse": normal(batch, HEADS, seq_len),
+        "dout": normal(batch, heads, seq_len, DIM),
+        "dlse": normal(batch, heads, seq_len),
     }
 
 
 @lru_cache(maxsize=2)
-def reference(mask: str, gqa: int, seq_len: int, score: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    x = {k: t.to(dtype) for k, t in inputs(_batch(mask), HEADS // gqa, seq_len).items()}
-    visible = dense_mask(mask, seq_len)
-    return oracle.results(x["q"], x["k"], x["v"], visible, dense_score(score, seq_len), x["bias"], x["dout"], x["dlse"])
+def reference(mask: str, heads: int, groups: int, seq_len: int, score: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    x = {k: t.to(dtype) for k, t in inputs(_batch(mask), heads, groups, seq_len).items()}
+    visible = dense_mask(mask, seq_len, heads)
+    dense = dense_score(score, seq_len, heads)
+    return oracle.results(x["q"], x["k"], x["v"], visible, dense, x["bias"], x["dout"], x["dlse"])
 
 
 def _batch(mask: str) -> int:
@@ -236,12 +248,14 @@ def _batch(mask: str) -> int:
 
 def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same, computed by flexcp on this rank's group and put together; on every rank."""
-    mask, more = flexcp_mask(case.mask, case.seq_len)
+    mask, more = flexcp_mask(case.mask, case.seq_len, case.heads)
     mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
     comm, _, groups = case.comm.partition("*")
     more |= {"comm": comm, "balance": case.balance, "head_groups": int(groups or 1)}
+    if case.mask != "block_sparse":
+        more["block_size"] = case.block
     plan = flexcp.plan(mask, case.seq_len, mesh, **more)
-    x = {k: t.to(dtype) for k, t in inputs(_batch(case.mask), HEADS // case.gqa, case.seq_len).items()}
+    x = {k: t.to(dtype) for k, t in inputs(_batch(case.mask), case.heads, case.groups, case.seq_len).items()}
     q, k, v, dout, dlse = (plan.shard(x[name], dim=2) for name in ("q", "k", "v", "dout", "dlse"))
     leaves = [t.requires_grad_() for t in (q, k, v, x["bias"])]
     with flexcp.context_parallel(plan, captured_grads="sum"):
@@ -271,15 +285,15 @@ def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def check(case: Case) -> dict[str, float]:
-    """Compares flexcp with the oracle in float64 and float32, on rank 0; returns the errors of both."""
+def check(case: Case, *dtypes: torch.dtype) -> dict[str, float]:
+    """Compares flexcp with the oracle, by default in float64 and float32, on rank 0; returns the errors."""
     # Computed before anything is compared: a rank that fails must not leave the others waiting.
-    both = {dtype: flexcp_results(case, dtype) for dtype in (torch.float64, torch.float32)}
+    each = {dtype: flexcp_results(case, dtype) for dtype in dtypes or (torch.float64, torch.float32)}
     errors = {}
     if torch.distributed.get_rank() != 0:
         return errors
-    for dtype, got in both.items():
-        want = reference(case.mask, case.gqa, case.seq_len, case.score, dtype)
+    for dtype, got in each.items():
+        want = reference(case.mask, case.heads, case.groups, case.seq_len, case.score, dtype)
         for name, reference_value in want.items():
             value = got[name].double()
             dead = reference_value == -torch.inf

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from flexcp import headgroups, movement, planner
+from flexcp import headgroups, movement, planner, ulysses
 from flexcp.comm import Link, Pending
 from flexcp.exchange import Exchange
 from tests import matrix
@@ -75,7 +75,22 @@ def without_the_offset_of_a_head_group():
     return patch.object(headgroups.HeadGroup, "score", lambda self, score: score)
 
 
+def without_the_offset_of_ulysses_heads():
+    return patch.object(ulysses.Switch, "score", lambda self, score: score)
+
+
+def with_key_gradients_of_one_sharer_only():
+    real = ulysses.Switch.to_row_gradients
+
+    def faulty(self, dq, dk, dv):
+        return real(self, dq, dk * (self.me == 0), dv)
+
+    return patch.object(ulysses.Switch, "to_row_gradients", faulty)
+
+
 FAULTS = {
+    "ulysses_offset": (without_the_offset_of_ulysses_heads, "ulysses"),
+    "ulysses_sharers": (with_key_gradients_of_one_sharer_only, "ulysses"),
     "head_offset": (without_the_offset_of_a_head_group, "gather*4"),
     "reverse_exchange": (without_reverse_exchange, "exchange"),
     "receive_rows": (with_received_blocks_in_the_wrong_slots, "exchange"),
@@ -98,12 +113,13 @@ def errs(fault: str, case: matrix.Case) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_noticed(ranks, fault: str) -> None:
-    gqa, score = (1, "slope_by_head") if fault == "head_offset" else (4, "bias")
-    case = matrix.Case("causal", FAULTS[fault][1], "head_tail", 2, gqa, 500, score)
+    kv_heads, score = ("all", "slope_by_head") if fault.endswith("_offset") else ("one", "bias")
+    case = matrix.Case("causal", FAULTS[fault][1], "head_tail", 2, kv_heads, 500, 128, score)
     assert ranks(2).run(errs, fault, case)[0]
 
 
 def test_without_a_fault_the_same_cases_pass(ranks) -> None:
-    for comm in ("ring", "gather", "exchange"):
-        ranks(2).run(matrix.check, matrix.Case("causal", comm, "head_tail", 2, 4, 500, "bias"))
-    ranks(2).run(matrix.check, matrix.Case("causal", "gather*4", "head_tail", 2, 1, 500, "slope_by_head"))
+    for comm in ("ring", "gather", "exchange", "ulysses"):
+        ranks(2).run(matrix.check, matrix.Case("causal", comm, "head_tail", 2, "one", 500, 128, "bias"))
+    for comm in ("gather*4", "ulysses"):
+        ranks(2).run(matrix.check, matrix.Case("causal", comm, "head_tail", 2, "all", 500, 128, "slope_by_head"))
