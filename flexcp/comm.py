@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.simulate import SimulatedGroup
+from flexcp.stopwatch import Stopwatch
 
 # torch 2.13 renamed it and warns of the old name; 2.11 knows only that.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,6 +29,7 @@ class Counters:
         p2p_messages, p2p_bytes: point-to-point sends.
         collective_calls, collective_bytes: collectives, with the bytes that leave this rank for others.
         peak_shards: the most buffers received from other ranks, or being received, that were alive at once.
+        waits: where set, times how long messages that were started earlier are waited for.
     """
 
     p2p_messages: int = 0
@@ -34,6 +37,7 @@ class Counters:
     collective_calls: int = 0
     collective_bytes: int = 0
     peak_shards: int = 0
+    waits: Stopwatch | None = field(default=None, repr=False)
     _live: int = field(default=0, repr=False)
 
     def clear(self) -> None:
@@ -51,13 +55,17 @@ class Counters:
 class Pending:
     """A shift under way."""
 
-    def __init__(self, received: Tensor | None, sent: Tensor | None, works: list[dist.Work]) -> None:
+    def __init__(
+        self, received: Tensor | None, sent: Tensor | None, works: list[dist.Work], waits: Stopwatch | None = None
+    ) -> None:
         self._received, self._sent, self._works = received, sent, works
+        self._waits = waits
 
     def wait(self) -> Tensor | None:
         """The received buffer (None if nothing was to come); the sent one may be overwritten afterwards."""
-        for work in self._works:
-            work.wait()
+        with self._waits.running() if self._waits else nullcontext():
+            for work in self._works:
+                work.wait()
         self._works, self._sent = [], None
         received, self._received = self._received, None
         return received
@@ -131,7 +139,7 @@ class Link:
         self.counters._arrive(out)
         work = _all_gather_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
         self._count_collective(x.numel() * x.element_size() * (self.size - 1))
-        return Pending(out, x, [work])
+        return Pending(out, x, [work], self.counters.waits)
 
     def start_all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Pending:
         """Rows for every rank out, rows from every rank in, both in rank order; not for a rank that is alone.
@@ -154,7 +162,7 @@ class Link:
         )
         row_bytes = rows.shape[1] * rows.element_size()
         self._count_collective((sum(send_counts) - send_counts[self.rank]) * row_bytes)
-        return Pending(received, rows, [work])
+        return Pending(received, rows, [work], self.counters.waits)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, in x's dtype, added in rank order."""
@@ -179,7 +187,7 @@ class Link:
             self.counters._arrive(received)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=receive_from))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(received, send, works)
+        return Pending(received, send, works, self.counters.waits)
 
     def _count_collective(self, sent_bytes: int) -> None:
         self.counters.collective_calls += 1

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +34,9 @@ __all__ = [
     "flex_public_module",
     "inside_functorch",
     "over_pairs",
+    "record_memory_history",
     "without_modes",
+    "write_memory_snapshot",
 ]
 
 
@@ -77,6 +80,16 @@ def create_joint_graph(
 def inductor_compile(graph: torch.fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
     """A graph of operators, compiled."""
     return torch._inductor.compile(graph, arguments)
+
+
+def record_memory_history() -> None:
+    """Lets torch keep every allocation on a GPU, with its stack, from now on."""
+    torch.cuda.memory._record_memory_history()
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Writes what was kept, for pytorch.org/memory_viz. A pickle, which flexcp never reads."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 @contextmanager

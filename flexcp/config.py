@@ -1,4 +1,4 @@
-"""The settings of a run: defaults, a YAML file, the command line, and what must hold between them.
+"""The settings of a run, their defaults, and what must hold between them; `commandline` reads them.
 
 Fields are plain strings and numbers so that any of them can stand in a file or on the command line, and so
 that a wrong one is answered with a sentence and near misses. Everything that can be checked without processes
@@ -8,16 +8,13 @@ is checked here, before ranks are started and again in each rank.
 import dataclasses
 import math
 import tempfile
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 import yaml
 
-from flexcp import planner
+from flexcp import loggers, planner, profiling
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
 from flexcp.mesh import Degrees, resolve
@@ -30,6 +27,7 @@ from flexcp.parallelize import Parallel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
 COMMS = ("auto", *planner.COMMS)
+SAVE_MODES = ("async", "sync")
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,31 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines on the terminal."""
 
+    log: str = "none"
+    """Where records go besides metrics.jsonl: tensorboard, wandb or trackio, several with commas between."""
+
+    profile: str | None = None
+    """START:STOP: a trace of these steps (from 1, without STOP) for each rank, in OUT/profile."""
+
+    memory_snapshot: int = 0
+    """The step after which each GPU's memory, with its history, is written to OUT/memory; 0: none."""
+
+    save_every: int = 0
+    """Steps between checkpoints, in OUT/checkpoints; the last step has one, too. 0: none."""
+
+    save_mode: str = "async"
+    """async: files are written while the training goes on; sync: the training waits for them."""
+
+    keep_last: int = 3
+    """The newest checkpoints that are kept; 0 keeps all."""
+
+    resume: str = "none"
+    """auto: go on from the newest complete checkpoint in OUT/checkpoints, if there is one; none; or a checkpoint's or a
+    run's folder."""
+
     out: str | None = None
-    """Folder for config.yaml, metrics.jsonl, eval.jsonl and, at the end, the folder `model`, which transformers and
-    --init-from load; those of an earlier run are replaced."""
+    """Folder for config.yaml, metrics.jsonl, eval.jsonl, checkpoints and, at the end, the folder `model`, which
+    transformers and --init-from load; the files of an earlier run are replaced, and its checkpoints never."""
 
     config: str | None = None
     """A YAML file with values for any of these fields; the command line wins over it."""
@@ -195,98 +215,6 @@ class TrainConfig:
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def parse(argv: list[str]) -> TrainConfig:
-    """The config of a command line: defaults, then --config, then the flags.
-
-    Raises:
-        UserError: an unknown flag, or a config file with an error in it.
-        SystemExit: for --help (0) and for a flag without a usable value (2, told by tyro).
-    """
-    given = {} if {"-h", "--help"} & set(argv) else _given(argv)
-    default = from_yaml(given["config"]) if given.get("config", "None") != "None" else TrainConfig()
-    return tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
-
-
-def _given(argv: list[str]) -> dict[str, str]:
-    """The flags of a command line and their texts, looked through before tyro, whose errors are boxes of many lines."""
-    hints = typing.get_type_hints(TrainConfig)
-    given: dict[str, str] = {}
-    args = iter(argv)
-    for arg in args:
-        flag, equals, value = arg.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--"):
-            raise UserError(f"{arg!r} belongs to no flag: write --FLAG VALUE, such as --steps 20")
-        if name not in hints:
-            raise unknown("flag", flag, ["--" + field.replace("_", "-") for field in hints])
-        if not equals and (value := next(args, None)) is None:
-            raise UserError(f"{flag} needs a value: write {flag} VALUE")
-        kinds = _kinds(hints[name])
-        for kind in (int, float):
-            if kind in kinds and not (value == "None" and type(None) in kinds):
-                try:
-                    kind(value)
-                except ValueError:
-                    raise UserError(f"{flag} is {value!r}, and must be {_wanted(kinds)}") from None
-        given[name] = value
-    return given
-
-
-def from_yaml(path: str) -> TrainConfig:
-    """A config from a YAML file: a mapping of field names (`seq_len` or `seq-len`) to values.
-
-    Raises:
-        UserError: a file that is missing or is no YAML, an unknown field, or a value of the wrong type.
-    """
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"--config {path} cannot be read ({reason}): name a YAML file") from None
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"--config {path} is not YAML ({reason}): write lines like `seq_len: 2048`") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path} holds a {type(values).__name__}: write lines like `seq_len: 2048`")
-    hints = typing.get_type_hints(TrainConfig)
-    checked = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in hints or name == "config":
-            raise UserError(f"--config {path}: {unknown('field', key, [n for n in hints if n != 'config'])}")
-        checked[name] = _typed(path, name, value, hints[name])
-    return TrainConfig(**checked)
-
-
-def _typed(path: str, name: str, value: object, hint: object) -> object:
-    """A YAML value as the type of its field."""
-    kinds = _kinds(hint)
-    if value is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                return float(value)  # YAML 1.1 reads 3e-4 as a string
-            except (ValueError, OverflowError):
-                continue
-        if kind in (int, str) and type(value) is kind:
-            return value
-    raise UserError(f"--config {path}: {name} is {value!r}, and must be {_wanted(kinds)}")
-
-
-def _kinds(hint: object) -> tuple[type, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _wanted(kinds: tuple[type, ...]) -> str:
-    words = {int: "an integer", float: "a number", str: "a text", type(None): "None (null in YAML)"}
-    return " or ".join(words[kind] for kind in kinds)
-
-
 def check(config: TrainConfig) -> None:
     """Refuses values that no run can use. Costs nothing and looks at nothing but the config.
 
@@ -297,6 +225,7 @@ def check(config: TrainConfig) -> None:
         *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
         *(("fsdp", ("on", "off")), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
+        ("save_mode", SAVE_MODES),
     )
     for name, known in names:
         if getattr(config, name) not in known:
@@ -305,7 +234,7 @@ def check(config: TrainConfig) -> None:
     for name in ("seq_len", "batch", "grad_accum", "steps", "log_every", "eval_batches"):
         _demand(config, name, getattr(config, name) >= 1, "at least 1")
     _demand(config, "pp", config.pp == 1, "1: pipeline parallelism is not supported; use --cp, --tp and --dp-shard")
-    for name in ("warmup_steps", "seed", "eval_every"):
+    for name in ("warmup_steps", "seed", "eval_every", "save_every", "keep_last", "memory_snapshot"):
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("lr", "weight_decay"):
         _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
@@ -317,6 +246,11 @@ def check(config: TrainConfig) -> None:
     if config.optim_step == "in_backward":
         _check_step_in_backward(config)
     _demand(config, "grad_clip", config.grad_clip is None or config.grad_clip > 0, "more than 0, or None")
+    loggers.names_of(config.log)
+    profiling.steps_of(config.profile)
+    for name in ("profile", "memory_snapshot"):
+        if getattr(config, name) and config.out is None:
+            raise UserError(f"--{name.replace('_', '-')} needs --out, the folder where its files are written")
 
 
 def _check_step_in_backward(config: TrainConfig) -> None:

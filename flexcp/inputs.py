@@ -1,7 +1,7 @@
 """What a run begins with: its documents, its mask, its model."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,13 @@ def read_inputs(config: TrainConfig) -> Inputs:
     return Inputs(train, held_out, load_mask(config.mask))
 
 
-def make_reader(config: TrainConfig, documents: Documents) -> Reader:
-    """The batches of a run, from the first on."""
+def make_reader(config: TrainConfig, documents: Documents, state: dict[str, Any] | None = None) -> Reader:
+    """The batches of a run, from the first on, or from where another reader's state says."""
     return Reader(
         documents,
         *(config.seq_len, config.batch, config.seed),
         *(config.packing, config.positions, config.long_documents),
+        state,
     )
 
 

@@ -6,6 +6,9 @@ micro-batches, cp and dp, in whatever order, that is the mean, and the gradients
 a label by how many others happen to lie in its row, rank or micro-batch.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,10 +17,25 @@ from torch import Tensor, nn
 import flexcp
 from flexcp.batch import IGNORE, Batch
 from flexcp.mesh import Mesh
-from flexcp.plans import Plans
 
 
-def accumulate(model: nn.Module, batch: Batch, plans: Plans, mesh: Mesh, grad_accum: int = 1) -> tuple[float, int]:
+class StepLoss(NamedTuple):
+    """The loss of a step.
+
+    Attributes:
+        loss: the mean cross entropy over all labels, in nats.
+        num_labels: of the whole step.
+        own: this rank's part of the mean; the sum over the ranks of `Mesh.loss_group` is `loss`.
+    """
+
+    loss: float
+    num_labels: int
+    own: float
+
+
+def accumulate(
+    model: nn.Module, batch: Batch, plans: Callable[[Batch], flexcp.Plan], mesh: Mesh, grad_accum: int = 1
+) -> StepLoss:
     """Adds this rank's part of the gradient of the step's mean loss to the parameters.
 
     Args:
@@ -25,17 +43,20 @@ def accumulate(model: nn.Module, batch: Batch, plans: Plans, mesh: Mesh, grad_ac
         plans: from a micro-batch to its plan; they may differ within a step.
         grad_accum: the most micro-batches into which this rank's rows are divided; where that does not divide them,
             the last has fewer rows.
-
-    Returns:
-        (loss, labels): the mean cross entropy in nats and the number of labels, both of the whole step.
     """
     num_labels = batch.num_labels
-    mine = own_rows(batch, mesh)
     device = next(model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for micro in mine.split(-(-mine.num_rows // grad_accum)):
+    for micro in micro_batches(batch, mesh, grad_accum):
         loss += forward_backward(model, micro, plans(micro), num_labels)
-    return reduced(loss, dist.ReduceOp.SUM, mesh.loss_group), num_labels
+    own = float(loss)
+    return StepLoss(reduced(own, dist.ReduceOp.SUM, mesh.loss_group), num_labels, own)
+
+
+def micro_batches(batch: Batch, mesh: Mesh, grad_accum: int) -> list[Batch]:
+    """This rank's rows of a step in at most `grad_accum` pieces, the last perhaps with fewer rows."""
+    mine = own_rows(batch, mesh)
+    return mine.split(-(-mine.num_rows // grad_accum))
 
 
 def own_rows(batch: Batch, mesh: Mesh) -> Batch:

@@ -9,6 +9,7 @@ Every rank builds the whole batch and takes its rows of it (dp) and its tokens o
 part of a sum, of the loss and so of every gradient (`step`), and the sums are what one rank would have computed.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -17,19 +18,25 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from flexcp import launch
-from flexcp.config import TrainConfig, check, check_world, parse, prepare_out
+from flexcp import launch, resume
+from flexcp.checkpoint import Ranks
+from flexcp.commandline import parse
+from flexcp.config import TrainConfig, check, check_world, prepare_out
 from flexcp.data import Documents
 from flexcp.errors import UserError
 from flexcp.estimate import check_memory
 from flexcp.evaluate import Evaluation, evaluate
 from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs, save_model
+from flexcp.loggers import names_of, open_sinks
 from flexcp.mesh import Degrees, Mesh
-from flexcp.metrics import Record, Reporter, peak_memory_bytes
+from flexcp.meter import Meter, Record
+from flexcp.metrics import Reporter
 from flexcp.optim import Optimizer, StepInBackward, learning_rate
 from flexcp.parallelize import reshard
 from flexcp.plans import Plans
-from flexcp.step import accumulate, own_rows, reduced
+from flexcp.profiling import Profiler, steps_of
+from flexcp.saves import Saves, restore
+from flexcp.step import accumulate, micro_batches, own_rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +104,10 @@ def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
     )
     inputs = read_inputs(config)
     inputs.mask.probe(make_reader(config, inputs.train).next().doc_ids)
+    if config.memory_snapshot and device.type != "cuda":
+        raise UserError("--memory-snapshot shows the memory of a GPU, and this run is on a CPU: leave it out")
     prepare_out(config)
+    resume.begin(config, inputs.train, grid)
     return inputs
 
 
@@ -158,12 +168,16 @@ def run(
         if documents is not None:
             _require_same_data(documents, mesh, device)
 
+    ranks = Ranks(mesh.degrees.size) if config.save_every or config.resume != "none" else None
+    start = resume.begin(config, inputs.train, mesh.degrees, ranks)
     model_config = config.model_config()
-    reader = make_reader(config, inputs.train)
+    reader = make_reader(config, inputs.train, start.state.get("reader"))
     model = make_model(config, mesh, device)
     optimizer = Optimizer(
         model, config.optim, weight_decay=config.weight_decay, group=mesh.loss_group, seed=config.seed
     )
+    if start.done:
+        restore(start, model, optimizer, mesh, device)
     stepper = StepInBackward(optimizer) if config.optim_step == "in_backward" else optimizer
     if mesh.rank == 0 and out is not None:
         (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -174,36 +188,32 @@ def run(
             f"# {config.model_name}: {model_config.num_params:,} parameters; {mesh.degrees.size} x {device.type}",
             flush=True,
         )
+        for note in start.notes:
+            print(f"# {note}", flush=True)
 
     records: list[Record] = []
-    plans, tokens_seen = Plans(config, inputs.mask, mesh, device), 0
-    with Reporter(out if mesh.rank == 0 else None, config.steps, config.log_every, quiet=not verbose) as reporter:
-        for step in range(config.steps):
-            began = time.perf_counter()
-            batch = reader.next()
+    plans = Plans(config, inputs.mask, mesh, device)
+    if start.done:  # plans have the shapes of the run's first one
+        plans(micro_batches(make_reader(config, inputs.train).next(), mesh, config.grad_accum)[0])
+    meter = Meter(config, mesh, device, plans, start.state.get("tokens_seen", 0))
+    saves = Saves(config, out, ranks, mesh)
+    profiler = Profiler(out, mesh.rank, steps_of(config.profile), config.memory_snapshot)
+    files = out if mesh.rank == 0 else None
+    sinks = open_sinks(names_of(config.log), out, dataclasses.asdict(config)) if mesh.rank == 0 else []
+    with Reporter(files, config.steps, config.log_every, not verbose, start.done, sinks) as reporter:
+        for step in range(start.done, config.steps):
+            profiler.begin(step + 1)
+            batch = meter.next(reader)
             lr = learning_rate(step, config.steps, config.warmup_steps, config.lr)
             stepper.begin(step, lr)
-            loss, num_labels = accumulate(model, batch, plans, mesh, config.grad_accum)
+            loss = accumulate(model, batch, meter, mesh, config.grad_accum)
             grad_norm = stepper.step(config.grad_clip)
-            if not (torch.isfinite(torch.tensor([loss, grad_norm])).all()):
+            if not (torch.isfinite(torch.tensor([loss.loss, grad_norm])).all()):
                 raise FloatingPointError(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: the run has diverged; lower --lr "
+                    f"step {step + 1}: loss {loss.loss}, gradient norm {grad_norm}: the run has diverged; lower --lr "
                     f"(now {config.lr})"
                 )
-
-            tokens_seen += num_labels
-            step_s = time.perf_counter() - began
-            record = Record(
-                step=step + 1,
-                loss=loss,
-                tokens=num_labels,
-                tokens_seen=tokens_seen,
-                tokens_per_s=num_labels / step_s,
-                grad_norm=grad_norm,
-                lr=lr,
-                memory_bytes=int(reduced(peak_memory_bytes(device), dist.ReduceOp.MAX, mesh.loss_group)),
-                step_s=step_s,
-            )
+            record = meter.record(step + 1, loss, grad_norm, lr, saves.held_up_s, saves.failed)
             records.append(record)
             reporter.add(record)
             if on_step is not None:
@@ -211,12 +221,16 @@ def run(
             if inputs.held_out is not None and is_due(step + 1, config):
                 result = held_out_loss(config, model, inputs.held_out, plans, mesh)
                 reporter.add_evaluation(step + 1, result)
+            profiler.end(step + 1)
+            saves.after(step + 1, model, optimizer, reader, inputs.train, meter)
+        profiler.close()
     if verbose:
         print(f"# read: {reader.summary()}", flush=True)
     if out is not None:
         save_model(config, model, mesh, out / "model")
         if verbose:
             print(f"# the model: {out / 'model'}", flush=True)
+    saves.close()
     return records
 
 

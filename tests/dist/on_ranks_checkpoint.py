@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flexcp.checkpoint import Checkpointer, Ranks
 from flexcp.manifest import newest, read_manifest
 from flexcp.restore import fill
-from flexcp.resume import make_states, model_tensors, optimizer_tensors
+from flexcp.saves import make_states, state_tensors
 
 # Halves of the matrices are just large enough for 8-bit states, quarters are not.
 DIM, HIDDEN = 32, 256
@@ -87,7 +88,8 @@ def _like(whole: Tensor, param: DTensor) -> DTensor:
 
 
 def all_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return model_tensors(net) | optimizer_tensors(net, [optimizer])
+    params = list(net.parameters())
+    return state_tensors(net, SimpleNamespace(params=params, masters=params, inner=optimizer))
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,7 +128,7 @@ def load(root: str, layout: dict[str, int], kind: str, dtype: str = "float32", f
     """A fresh model of other weights at any layout, filled; `further` steps on."""
     net = build(layout, seed=9, dtype=getattr(torch, dtype))
     optimizer = optimizer_of(kind, net)
-    make_states([optimizer])
+    make_states(optimizer)
     folder = newest(Path(root))[0]
     fill(folder, read_manifest(folder), all_tensors(net, optimizer))
     for seed in range(3, 3 + further):

@@ -103,7 +103,7 @@ def gradients(
     model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
     parallelize(model, grid, Parallel(fsdp=fsdp))
     plans = plans_for(config, grid)
-    loss, num_labels = accumulate(model, batch, plans, grid, grad_accum)
+    loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)
     sum_gradients(model.parameters(), grid.loss_group)
     share = own_rows(batch, grid)
     mine = int((plans(share).shard(share.labels, pad=IGNORE) != IGNORE).sum())

@@ -45,7 +45,7 @@ def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int 
     for step in range(steps):
         batch, _ = TASK.rows(step + (0 if weights is None else 10_000))
         optimizer.begin(step, learning_rate(step, steps, 20, 5e-3) if weights is None else 1e-3)
-        loss, _ = accumulate(model, batch, lambda micro: plan, group_mesh)
+        loss, *_ = accumulate(model, batch, lambda micro: plan, group_mesh)
         losses.append(loss)
         optimizer.step(1.0)
     return {"before": before, "after": held_out(), "losses": losses, "weights": model.state_dict()}

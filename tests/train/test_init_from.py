@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexcp.config import TrainConfig, parse
+from flexcp.commandline import parse
+from flexcp.config import TrainConfig
 from flexcp.errors import UserError
 from flexcp.models import Llama3, Llama3Config, build, from_pretrained, save_pretrained
 from flexcp.train import check_all, run

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexcp.config import TrainConfig, check, check_world, from_yaml, parse, prepare_out
+from flexcp.commandline import from_yaml, parse
+from flexcp.config import TrainConfig, check, check_world, prepare_out
 from flexcp.errors import UserError
 from flexcp.estimate import available_bytes, check_memory, training_bytes
 from flexcp.mesh import Degrees

@@ -1,0 +1,63 @@
+"""What the tests of resuming run in each rank: a run that ends after some step, and what it has read."""
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+import flexcp.train as trainer
+from flexcp.config import TrainConfig
+from flexcp.errors import UserError
+from flexcp.mesh import Mesh
+from flexcp.step import own_rows
+from tests.train import on_ranks
+
+
+def _grid(config: TrainConfig) -> Mesh:
+    return on_ranks.mesh(**{name: getattr(config, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")})
+
+
+class Stopped(Exception):
+    """The run ends here."""
+
+
+def train(config: TrainConfig, stop_after: int | None = None) -> dict[str, Any]:
+    """The losses of a run, by step, and the tokens that this rank has got, step by step, flat.
+
+    Args:
+        stop_after: raise after this step, as a failure would, between two checkpoints.
+    """
+    losses, read = {}, []
+    real = trainer.accumulate
+
+    def accumulate(model, batch, plans, mesh, grad_accum):
+        read.append(own_rows(batch, mesh).tokens.flatten().tolist())
+        return real(model, batch, plans, mesh, grad_accum)
+
+    def on_step(model: object, record: Any) -> None:
+        losses[record["step"]] = record["loss"]
+        if record["step"] == stop_after:
+            raise Stopped
+
+    trainer.accumulate = accumulate
+    try:
+        trainer.run(config, _grid(config), on_step=on_step)
+    except Stopped:
+        for thread in threading.enumerate():  # what a checkpoint under way still writes
+            if thread.name == "flexcp-checkpoint":
+                thread.join()
+    finally:
+        trainer.accumulate = real
+    return {"losses": losses, "read": read}
+
+
+def said(config: TrainConfig, other: dict[str, Any] | None = None) -> str:
+    """What a run is refused with; rank 1 with other settings, where there are some."""
+    if other and dist.get_rank() == 1:
+        config = dataclasses.replace(config, **other)
+    try:
+        trainer.run(config, _grid(config))
+    except UserError as error:
+        return str(error)
+    return "no error"
