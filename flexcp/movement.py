@@ -31,18 +31,14 @@ class GatheredGradients:
 
     def __init__(self, group: HeadGroup, dk: Tensor, dv: Tensor, link: Link) -> None:
         self.like = dk[:, :, : dk.shape[2] // link.size], dv[:, :, : dv.shape[2] // link.size]
-        parts = dk.new_empty(link.size, sum(x.numel() for x in self.like))
-        for part, x in zip(unpack(parts, *self.like), (dk, dv)):
-            part.copy_(_one_by_one(x, link.size))
+        pieces = [x.flatten() for pair in zip(_one_by_one(dk, link.size), _one_by_one(dv, link.size)) for x in pair]
+        parts = torch.cat(pieces).view(link.size, -1)
         self.pending = link.start_all_to_all(parts, [1] * link.size, [1] * link.size)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         parts = self.pending.wait()
         assert parts is not None
-        total = torch.zeros_like(parts[0], dtype=accumulation_dtype(parts.dtype))
-        for part in parts:
-            total += part
-        return unpack(total, *self.like)
+        return unpack(parts.sum(0, dtype=accumulation_dtype(parts.dtype)), *self.like)
 
 
 class Exchanging:
@@ -120,12 +116,12 @@ def unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _side_by_side(shards: Tensor) -> Tensor:
     """[cp_size, B, G, L, D] -> [B, G, cp_size * L, D]."""
-    return shards.movedim(0, 2).flatten(2, 3)
+    return torch.cat(shards.unbind(0), dim=2)  # twice as fast as one strided copy, on an H200
 
 
-def _one_by_one(x: Tensor, cp_size: int) -> Tensor:
-    """The inverse of `_side_by_side`."""
-    return x.unflatten(2, (cp_size, -1)).movedim(2, 0)
+def _one_by_one(x: Tensor, cp_size: int) -> tuple[Tensor, ...]:
+    """The inverse of `_side_by_side`, as one tensor for each rank."""
+    return x.chunk(cp_size, dim=2)
 
 
 def _rows(x: Tensor, block_size: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flexcp
 from flexcp import attention as executor
-from flexcp import masks
+from flexcp import kernel, masks
 from flexcp.inturn import Replay, in_turn
 from flexcp.kernel import Score
 
@@ -108,17 +108,21 @@ class Bench:
         return [flexcp.plan(mask, self.seq_len, cp, rank=rank, device=self.device, **how) for rank in range(cp)]
 
     def one_device(self, case: Case) -> tuple[Row, dict[str, Tensor]]:
-        """The whole sequence, and its results as the reference of every schedule."""
+        """The kernel alone on the whole sequence, and its results as the reference of every schedule."""
         (plan,) = self.plans(case, 1)
-        row, results = self._measure("one device", [plan], None)
-        return row, results
+        (stage,) = plan.schedules["mask"].stages
+        q, k, v, dout = (plan.shard(x, dim=2) for x in (self.q, self.k, self.v, self.dout))
+        ahead = partial(kernel.forward, q, k, v, stage, NO_SCORE, self.scale)
+        out, lse = ahead()
+        out = out.to(q.dtype)
+        back = partial(kernel.backward, q, k, v, out, lse, dout, None, stage, NO_SCORE, self.scale)
+        results = {key: x[:, :, : self.seq_len] for key, x in zip(self._like(), (out, *back()[:3]))}
+        few = max(3, self.repeat // 4)
+        return Row("one device", self.ms(ahead, few), self.ms(back, few)), results
 
     def schedule(self, name: str, case: Case, reference: dict[str, Tensor], **how) -> Row:
-        row, results = self._measure(name, self.plans(case, self.cp, **how), reference)
-        del results
-        return row
-
-    def _measure(self, name: str, plans: list[flexcp.Plan], reference: dict[str, Tensor] | None):
+        """The slowest rank of one schedule, alone, with what the others had sent it."""
+        plans = self.plans(case, self.cp, **how)
         forwards, backwards, shards = {}, {}, {}
         results = {key: torch.zeros_like(x) for key, x in self._like().items()}
 
@@ -139,7 +143,7 @@ class Bench:
 
         in_turn(len(plans), rank)
         row = Row(name)
-        for key, x in results.items() if reference is not None else ():
+        for key, x in results.items():
             right = reference[key].float()
             row.errors[key] = float((x.float() - right).abs().max() / right.abs().max())
 
@@ -162,7 +166,7 @@ class Bench:
         row.memory = (self._peak() - before) / 2**20
         kept = forwards[slow["f"]]
         row.arrived = sum(x.numel() * x.element_size() for x in kept if x is not None) / 2**20
-        return row, results
+        return row
 
     def torchs(self, case: Case) -> Row:
         """torch's flex context parallelism: its balancer, its BlockMask and its compiled kernel; its slowest rank."""
@@ -186,6 +190,7 @@ class Bench:
         order = balancer._generate_indices()[0].to(self.device)
         k, v = self.k[:, :, order].contiguous(), self.v[:, :, order].contiguous()
         torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False  # or a forward could have one backward only
         compiled = torch.compile(flex_attention, fullgraph=True)
         times = []
         for rank in sorted({0, self.cp // 2, self.cp - 1}):
