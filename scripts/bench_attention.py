@@ -219,7 +219,7 @@ class Bench:
 
     def ms(self, function: Callable[[], object], repeat: int) -> float:
         """The median time of a call, in milliseconds."""
-        for _ in range(2):
+        for _ in range(min(2, repeat - 1)):
             function()
         if self.device == "cpu":
             times = []
