@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 import yaml
 
-from flexcp import loggers, planner, profiling
+from flexcp import activation, loggers, planner, profiling
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
 from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
+from flexcp.offload import Store
 from flexcp.optim import OPTIMIZERS
 from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
 from flexcp.parallelize import Parallel
+from flexcp.tp import check_tp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
@@ -64,6 +66,13 @@ class TrainConfig:
 
     fsdp: str = "on"
     """on: parameters, gradients and optimizer states are divided over dp_shard x cp; off: every rank holds them all."""
+
+    ac: str = "none"
+    """Activations kept for backward: none but the layers' inputs (full), also attention's output, which is then never
+    computed twice (selective), or all (none)."""
+
+    offload: str = "off"
+    """on: the layers' inputs that --ac keeps wait in host memory for backward."""
 
     seq_len: int = 2048
     """Tokens in a row, over all ranks."""
@@ -204,9 +213,9 @@ class TrainConfig:
             raise UserError(f"--init-from {place} is no folder: name one with config.json and safetensors")
         raise UserError(f"{unknown('model', place, CONFIGS)}, or name a folder with a config.json")
 
-    def parallel(self) -> Parallel:
+    def parallel(self, device: torch.device) -> Parallel:
         """What is done to the model."""
-        return Parallel(fsdp=self.fsdp == "on")
+        return Parallel(self.fsdp == "on", self.ac, Store(device) if self.offload == "on" else None)
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""
@@ -223,7 +232,8 @@ def check(config: TrainConfig) -> None:
     """
     names = (
         *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
-        *(("fsdp", ("on", "off")), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
+        *(("ac", activation.MODES), ("offload", ("on", "off")), ("fsdp", ("on", "off"))),
+        *(("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
         ("save_mode", SAVE_MODES),
     )
@@ -238,6 +248,8 @@ def check(config: TrainConfig) -> None:
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("lr", "weight_decay"):
         _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
+    if config.offload == "on" and config.ac == "none":
+        raise UserError("--offload on moves the layers' inputs that --ac keeps, and --ac is none: add --ac selective")
     if config.optim == "adamw_bf16" and config.dtype != "bfloat16":
         raise UserError(
             f"--optim adamw_bf16 is for bfloat16 weights, and --dtype is {config.dtype}: pass --dtype bfloat16, or "
@@ -291,6 +303,16 @@ def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
             f"--grad-accum {config.grad_accum} is more than the {config.batch // grid.dp} row(s) of a step that each "
             f"rank has (--batch {config.batch} over {grid.dp} data parallel rank(s)): lower it, or raise --batch"
         )
+    model = config.model_config()
+    check_tp(
+        grid.tp,
+        {
+            "query heads": model.num_heads,
+            "KV heads": model.num_kv_heads,
+            "columns of the MLP": model.ffn_dim,
+            "rows of the vocabulary": model.vocab_size,
+        },
+    )
     if config.fsdp == "off" and grid.dp_shard > 1:
         raise UserError(
             f"--fsdp off holds all parameters on every rank, and --dp-shard {grid.dp_shard} divides them: pass "

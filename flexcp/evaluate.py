@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import flexcp
 from flexcp.data import IGNORE, Batch
+from flexcp.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Batch, Tensor | None]],
     make_plan: Callable[[Batch], flexcp.Plan],
-    group: dist.ProcessGroup | None = None,
+    mesh: Mesh | None = None,
     edges: list[int] | None = None,
 ) -> Evaluation:
     """Evaluates on this rank's share of each batch; to be called on every rank of the group.
@@ -69,7 +70,7 @@ def evaluate(
         batches: each with a number per token, [B, S] int64, by which tokens are put into buckets; None: the
             position in the document.
         make_plan: the plan of a batch.
-        group: the ranks of the plans; None for one rank.
+        mesh: the grid of the ranks, over which the sums are taken; None for one rank.
         edges: where buckets begin, ascending; None: `bucket_edges` of the first batch's length.
 
     Returns:
@@ -94,6 +95,8 @@ def evaluate(
             )
         ]
         tokens, labels, positions, places = mine
+        if mesh is not None:
+            labels, places = mesh.own_tokens(labels), mesh.own_tokens(places)
         with flexcp.context_parallel(plan):
             logits = model(tokens, positions, block_mask=plan.block_mask)
         counted = labels != IGNORE
@@ -106,8 +109,8 @@ def evaluate(
             sums[row].scatter_add_(0, bucket, values)
     if sums is None or edges is None:
         raise ValueError("evaluate was given no batch")
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+    if mesh is not None and mesh.loss_group is not None:
+        dist.all_reduce(sums, group=mesh.loss_group)
     model.train(training)
     counts, losses, hits = sums.tolist()
     ends = [*(edge - 1 for edge in edges[1:]), max(edges[-1], batch.tokens.shape[1] - 1)]

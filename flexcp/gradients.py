@@ -55,7 +55,7 @@ def sum_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup | Non
 
     Args:
         params: in the same order on every rank.
-        group: `Mesh.loss_group`; None for one rank.
+        group: `Mesh.gradient_group`; None for one rank.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for param in params:

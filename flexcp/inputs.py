@@ -73,7 +73,7 @@ def make_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Llama3:
     shape = config.model_config()
     with torch.device("meta"):
         model = Llama3(shape).to(config.torch_dtype)
-    parallelize(model, mesh, config.parallel())
+    parallelize(model, mesh, config.parallel(device))
     model.to_empty(device=device)
     if config.init_from is None:
         model.init_weights(config.seed, place)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexcp.errors import UserError
@@ -103,7 +104,9 @@ class Mesh:
         tp: the ranks that share a matrix; None for one.
         sharding: what `fully_shard` takes: a mesh of one dimension, or of two with dp_replicate; None where
             parameters are not divided.
-        loss_group: the ranks whose losses and gradients add up to the step's: dp x cp; None for one.
+        loss_group: the ranks whose losses add up to the step's, which is all of them; None for one.
+        gradient_group: those whose gradients of a whole parameter, or of the same part by tp, add up: dp x cp; None
+            for one.
     """
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
@@ -116,6 +119,7 @@ class Mesh:
         self.tp: DeviceMesh | None = None
         self.sharding: DeviceMesh | None = None
         self.loss_group: dist.ProcessGroup | None = None
+        self.gradient_group: dist.ProcessGroup | None = None
         if degrees.size == 1:
             return
         # Two views of one grid: FSDP2 wants the axes of its shards and of tp from one mesh, with dp_shard and cp as
@@ -127,8 +131,9 @@ class Mesh:
             self.sharding = tensors["dp_replicate", FSDP_AXIS] if degrees.dp_replicate > 1 else tensors[FSDP_AXIS]
         if degrees.cp > 1:
             self.cp = self._grid({"dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp})["cp"]
+        self.loss_group = dist.group.WORLD
         if degrees.dp * degrees.cp > 1:
-            self.loss_group = self._grid({"loss": degrees.dp * degrees.cp, "tp": degrees.tp}).get_group("loss")
+            self.gradient_group = self._grid({"rows": degrees.dp * degrees.cp, "tp": degrees.tp}).get_group("rows")
 
     def _grid(self, sizes: dict[str, int]) -> DeviceMesh:
         return init_device_mesh(self.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -137,6 +142,14 @@ class Mesh:
     def for_plan(self) -> DeviceMesh | int:
         """What `flexcp.plan` takes for its mesh."""
         return 1 if self.cp is None else self.cp
+
+    def own_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Of a cp rank's tokens, those that this tp rank has between attention and MLP, and of which it has logits.
+
+        Args:
+            x: size L along dim, which `degrees.tp` must divide.
+        """
+        return x if self.tp is None else x.chunk(self.degrees.tp, dim)[self.tp_rank]
 
     def default_device(self) -> torch.device:
         """Of this rank, where nobody has said another: the current one of the mesh's type."""

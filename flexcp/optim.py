@@ -44,7 +44,7 @@ class Optimizer:
         model: whose parameters to step.
         kind: of OPTIMIZERS.
         weight_decay: of the parameters with two or more dimensions.
-        group: over which gradients are summed that FSDP2 has not summed (`Mesh.loss_group`).
+        group: over which gradients are summed that FSDP2 has not summed (`Mesh.gradient_group`).
         seed: of the random rounding, which is the same in a run that goes on from a checkpoint.
 
     Attributes:

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flexcp.compat_tensor import offset_of_local
+from flexcp.activation import checkpoint_layers
+from flexcp.compat_tensor import full_tensor, offset_of_local
 from flexcp.mesh import Mesh
+from flexcp.offload import Store
+from flexcp.tp import tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,13 @@ class Parallel:
 
     Attributes:
         fsdp: divide the parameters over dp_shard x cp; False: every rank holds all of them.
+        ac: of `activation.MODES`, which activations are kept for backward.
+        store: where the layers' inputs are kept; None: where they were made.
     """
 
     fsdp: bool = True
+    ac: str = "none"
+    store: Store | None = None
 
 
 def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
@@ -37,11 +44,19 @@ def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
         mesh: the grid.
         how: what to do.
     """
+    decoder = _decoder(model)
+    if mesh.tp is not None:
+        tensor_parallel(decoder, mesh.tp)
+    checkpoint_layers(list(decoder.layers), how.ac, how.store)
     if how.fsdp and mesh.sharding is not None:
-        _shard(model, mesh)
+        _shard(model, list(decoder.layers), mesh)
 
 
-def _shard(model: nn.Module, mesh: Mesh) -> None:
+def _decoder(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if hasattr(module, "layers") and hasattr(module, "embed"))
+
+
+def _shard(model: nn.Module, layers: list[nn.Module], mesh: Mesh) -> None:
     """FSDP2 over dp_shard x cp, with copies over dp_replicate; gradients are summed, not averaged."""
     dtype = next(model.parameters()).dtype
     # bf16 has 8 bits: its gradients are summed over ranks in fp32.
@@ -49,9 +64,8 @@ def _shard(model: nn.Module, mesh: Mesh) -> None:
     settings = {"mesh": mesh.sharding, "mp_policy": policy}
     # FSDP2 cannot divide a number; it stays whole, and `gradients.sum_gradients` sums its gradient.
     scalars = {param for param in model.parameters() if param.ndim == 0}
-    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
-        for layer in layers:
-            fully_shard(layer, **settings)
+    for layer in layers:
+        fully_shard(layer, **settings)
     # What stands around the layers (embedding, last norm, head) is used at both ends of backward, and stays gathered
     # between them.
     fully_shard(model, **settings, ignored_params=scalars or None)
@@ -78,4 +92,4 @@ def place(name: str, param: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def whole(x: Tensor) -> Tensor:
     """A tensor with the parts of all ranks. A collective, where it is a DTensor."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return full_tensor(x) if isinstance(x, DTensor) else x

@@ -13,6 +13,8 @@ from flexcp.errors import UserError
 from flexcp.mesh import Mesh
 from flexcp.usermask import MaskSource
 
+BLIND_LAYOUTS = ("head_tail", "contiguous")  # that do not depend on what the mask lets tokens see
+
 
 class Plans:
     """From a micro-batch to its plan; to be called in the same order on every rank of a cp group.
@@ -44,9 +46,19 @@ class Plans:
         key = (batch.first_row, batch.num_rows) if reads_batch else None
         if not self._varies and key in self._known:
             return self._known[key]
-        if reads_batch and batch.first_row and not self._varies:
-            mask = _of_later_rows(mask, batch.first_row)
-        plan = self._plan(mask, batch.num_rows if reads_batch else None, reads_heads)
+        # A mask that was made of these rows' documents counts its rows from here already.
+        first_row = batch.first_row if reads_batch and not self._varies else 0
+        balance, heads = self.config.balance, None
+        if reads_heads or _heads_of(mask) > 1:
+            balance, heads = self._for_heads(mask)
+        first_head = self.mesh.tp_rank * heads if heads is not None and self.mesh.tp is not None else 0
+        if first_row or first_head:
+            mask = _shifted(mask, first_row, first_head)
+        plan = self._plan(mask, batch.num_rows if reads_batch else None, heads, balance)
+        if plan.local_len % self.mesh.degrees.tp:
+            raise UserError(
+                f"--tp {self.mesh.degrees.tp} cannot divide a rank's {plan.local_len} tokens equally: use a power of 2"
+            )
         made_for = next(iter(plan.schedules.values())).source.batch
         if made_for not in (1, batch.num_rows):
             raise UserError(
@@ -59,7 +71,27 @@ class Plans:
             self._known[key] = plan
         return plan
 
-    def _plan(self, mask: Callable | BlockMask, batch: int | None, reads_heads: bool) -> flexcp.Plan:
+    def _for_heads(self, mask: Callable | BlockMask) -> tuple[str, int]:
+        """Layout, and heads of a rank, for a mask that tells heads apart.
+
+        Ranks with other heads must divide the sequence alike, so under tp only a layout will do that does not look at
+        what the mask lets a head see.
+
+        Raises:
+            UserError: another layout was asked for, or a BlockMask, of which no heads can be taken out.
+        """
+        tp, balance = self.mesh.degrees.tp, self.config.balance
+        heads = self.config.model_config().num_heads // tp
+        if tp == 1:
+            return balance, heads
+        if balance not in ("auto", *BLIND_LAYOUTS) or isinstance(mask, BlockMask):
+            raise UserError(
+                f"--mask {self.source.text} tells heads apart, and --tp {tp} divides them: write it as a function that "
+                f"reads h, and choose --balance {' or '.join(BLIND_LAYOUTS)} in place of {balance}"
+            )
+        return BLIND_LAYOUTS[0] if balance == "auto" else balance, heads
+
+    def _plan(self, mask: Callable | BlockMask, batch: int | None, heads: int | None, balance: str) -> flexcp.Plan:
         config, source = self.config, self.source
         try:
             return flexcp.plan(
@@ -67,8 +99,8 @@ class Plans:
                 config.seq_len,
                 self.mesh.for_plan,
                 batch=batch,
-                heads=config.model_config().num_heads if reads_heads else None,
-                balance=config.balance,
+                heads=heads,
+                balance=balance,
                 comm=config.comm,
                 like=self._last,
                 device=self.device,
@@ -81,11 +113,16 @@ class Plans:
             raise
 
 
-def _of_later_rows(mask: Callable, first_row: int) -> Callable:
-    """A mask whose row 0 is row `first_row` of `mask`; one that was made of the rows' documents needs none of this."""
-    first = torch.tensor(first_row)
+def _heads_of(mask: Callable | BlockMask) -> int:
+    """How many heads a mask says that it tells apart."""
+    return mask.shape[1] if isinstance(mask, BlockMask) else getattr(mask, "heads", None) or 1
 
-    def later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask(b + first.to(b.device), h, q_idx, kv_idx)
 
-    return later
+def _shifted(mask: Callable, first_row: int, first_head: int) -> Callable:
+    """A mask whose row 0 and head 0 are others of `mask`."""
+    row, head = torch.tensor(first_row), torch.tensor(first_head)
+
+    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask(b + row.to(b.device), h + head.to(h.device), q_idx, kv_idx)
+
+    return shifted

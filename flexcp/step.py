@@ -48,7 +48,7 @@ def accumulate(
     device = next(model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for micro in micro_batches(batch, mesh, grad_accum):
-        loss += forward_backward(model, micro, plans(micro), num_labels)
+        loss += forward_backward(model, micro, plans(micro), mesh, num_labels)
     own = float(loss)
     return StepLoss(reduced(own, dist.ReduceOp.SUM, mesh.loss_group), num_labels, own)
 
@@ -71,7 +71,7 @@ def own_rows(batch: Batch, mesh: Mesh) -> Batch:
     return batch.rows(mesh.data_rank * rows, (mesh.data_rank + 1) * rows)
 
 
-def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, num_labels: int) -> Tensor:
+def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, mesh: Mesh, num_labels: int) -> Tensor:
     """Forward and backward of one micro-batch.
 
     A rank all of whose labels are ignored contributes 0 and takes part in the communication.
@@ -88,6 +88,7 @@ def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, num_labe
     positions = plan.shard(batch.positions.to(device), dim=1, pad=0)
     with flexcp.context_parallel(plan):
         logits = model(tokens, positions, block_mask=plan.block_mask)
+        labels = mesh.own_tokens(labels)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
         part = total / max(1, num_labels)

@@ -174,7 +174,7 @@ def run(
     reader = make_reader(config, inputs.train, start.state.get("reader"))
     model = make_model(config, mesh, device)
     optimizer = Optimizer(
-        model, config.optim, weight_decay=config.weight_decay, group=mesh.loss_group, seed=config.seed
+        model, config.optim, weight_decay=config.weight_decay, group=mesh.gradient_group, seed=config.seed
     )
     if start.done:
         restore(start, model, optimizer, mesh, device)
@@ -249,7 +249,7 @@ def held_out_loss(
     """Of the first batches of the held-out documents, the same ones at every call."""
     reader = make_reader(config, documents)
     batches = (own_rows(reader.next(), mesh) for _ in range(config.eval_batches))
-    result = evaluate(model, ((batch, None) for batch in batches), plans, mesh.loss_group)
+    result = evaluate(model, ((batch, None) for batch in batches), plans, mesh)
     reshard(model)
     return result
 

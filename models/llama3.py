@@ -222,7 +222,10 @@ class Llama3(nn.Module):
             x_BSC = layer(x_BSC, cos, sin, block_mask, score_mod)
         if head is not None:
             return head(x_BSC, self.norm, self.embed.weight if self.head is None else self.head.weight)
-        x_BSC = self.norm(x_BSC)
+        return self.unembed(self.norm(x_BSC))
+
+    def unembed(self, x_BSC: Tensor) -> Tensor:
+        """Logits [B, S, V] of the normed residual stream."""
         return F.linear(x_BSC, self.embed.weight) if self.head is None else self.head(x_BSC)
 
     @torch.no_grad()

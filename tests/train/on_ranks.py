@@ -95,16 +95,17 @@ def gradients(
     degrees: dict[str, int] | None = None,
     grad_accum: int = 1,
     fsdp: bool = False,
+    ac: str = "none",
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
     model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
-    parallelize(model, grid, Parallel(fsdp=fsdp))
+    parallelize(model, grid, Parallel(fsdp, ac))
     plans = plans_for(config, grid)
     loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)
-    sum_gradients(model.parameters(), grid.loss_group)
+    sum_gradients(model.parameters(), grid.gradient_group)
     share = own_rows(batch, grid)
     mine = int((plans(share).shard(share.labels, pad=IGNORE) != IGNORE).sum())
     return {"loss": loss, "tokens": num_labels, "grads": [whole(p.grad) for p in model.parameters()], "mine": mine}

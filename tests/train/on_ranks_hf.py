@@ -22,6 +22,6 @@ def logits_and_gradients(folder: str, tokens: Tensor, labels: Tensor, comm: str)
         logits = model(mine, plan.positions, plan.block_mask)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
         (total / (labels != -100).sum()).backward()
-    sum_gradients(model.parameters(), group_mesh.loss_group)
+    sum_gradients(model.parameters(), group_mesh.gradient_group)
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {"logits": plan.unshard(logits.detach()), "grads": grads}

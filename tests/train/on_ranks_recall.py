@@ -28,7 +28,6 @@ EDGES = [0, 32, 64, 96]
 def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int | None = None) -> dict[str, Any]:
     """Trains from the weights (or anew), with an evaluation before and after; window: a mask that sees no further."""
     group_mesh = mesh()
-    group = group_mesh.loss_group
     mask = masks.causal() if window is None else masks.causal() & masks.sliding_window(window)
     plan = flexcp.plan(mask, TASK.seq_len, group_mesh.for_plan, block_size=32)
     model = build(MODEL, seed=0)
@@ -37,10 +36,10 @@ def run(steps: int, weights: dict[str, torch.Tensor] | None = None, window: int 
 
     def held_out() -> Evaluation:
         batches = (TASK.rows(HELD_OUT + step) for step in range(8))
-        return evaluate(model, batches, lambda batch: plan, group, EDGES)
+        return evaluate(model, batches, lambda batch: plan, group_mesh, EDGES)
 
     before = held_out()
-    optimizer = Optimizer(model, weight_decay=0.0, group=group)
+    optimizer = Optimizer(model, weight_decay=0.0, group=group_mesh.gradient_group)
     losses = []
     for step in range(steps):
         batch, _ = TASK.rows(step + (0 if weights is None else 10_000))

@@ -91,8 +91,7 @@ def evaluation_of(seq_len: int) -> Any:
         return plans[-1]
 
     batches = [(batch_of(seq_len, 2), None), (batch_of(seq_len, 2, labels_end=50), None)]
-    group = group_mesh.loss_group
-    return evaluate(build(TINY, seed=1, dtype=torch.float64), batches, plan_of, group, [0, 10, 20, 40])
+    return evaluate(build(TINY, seed=1, dtype=torch.float64), batches, plan_of, group_mesh, [0, 10, 20, 40])
 
 
 def test_evaluation_is_the_mean_over_tokens_at_any_group_size(ranks: GetRanks) -> None:
