@@ -102,7 +102,8 @@ class Meter:
             plan = self.plans(batch)
         plan.link.counters.waits = self._waits
         self._pairs += self._pairs_of(plan) * batch.num_rows
-        self._labels += int((plan.shard(batch.labels, dim=1, pad=IGNORE) != IGNORE).sum())
+        labels = self.mesh.own_tokens(plan.shard(batch.labels, dim=1, pad=IGNORE))
+        self._labels += int((labels != IGNORE).sum())
         return plan
 
     def record(
