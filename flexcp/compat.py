@@ -1,5 +1,6 @@
 """Every private torch name that more than one room needs, in one place, for torch 2.11 and later."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -140,3 +141,41 @@ def _cycles_per_s(device: int) -> float:
     end.record()
     end.synchronize()
     return 50_000_000 / begin.elapsed_time(end) * 1e3
+
+
+def is_alone(x: Tensor) -> bool:
+    """Whether nothing but the autograd function that was given this gradient holds it, or any view of it.
+
+    To be called by a function that backward calls with it, as `_least_references` measures it.
+    """
+    return all(count <= least for count, least in zip(_references(x), _least_references()))
+
+
+def _references(x: Tensor) -> tuple[int, int]:
+    return sys.getrefcount(x), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+@cache
+def _least_references() -> tuple[int, int]:
+    """What `_references` finds two calls below a backward whose gradient nobody has kept."""
+    found = []
+
+    def asked(gradient: Tensor) -> None:
+        ask(gradient)
+
+    def ask(gradient: Tensor) -> None:
+        found.append(_references(gradient))
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            asked(gradient)
+            return torch.ones_like(gradient)
+
+    with torch.enable_grad():
+        Probe.apply(Probe.apply(torch.ones(1, requires_grad=True))).backward()
+    return found[-1]

@@ -26,7 +26,7 @@ from flexcp.comm import Link
 from flexcp.headserial import SerialAttention
 from flexcp.offload import Kept, Store
 from flexcp.planner import Schedule
-from flexcp.tiling import GradientSums, backward_in_tiles, forward_in_tiles
+from flexcp.tiling import GradientSums, backward_in_tiles, forward_in_tiles, hand_over, own
 
 _BEFORE = {"dims": (1, 2, 2), "out_dims": (2, 2, 2)}  # x, cos, sin -> q, k, v
 _AFTER = {"dims": (1, 1), "out_dims": (1,)}  # x, out -> y
@@ -155,16 +155,18 @@ class _Segment:
         self.chain, self.first, self.arguments = chain, first, arguments
         self.kept: Kept | Tensor | None = chain.keep(x)
         self.attended: dict[int, _Attended] = {}  # by layer
-        self.inputs: list[Tensor] = []  # of the layers from the first on, once made again
+        self.inputs: list[Kept | Tensor] = []  # of the layers from the first on, once backward has come
 
     def take_input(self, index: int) -> Tensor:
         """The input of a layer, the last one not yet taken; those between it and the first are made on the way."""
-        if not self.inputs:
-            self.inputs = [_fetched(self.kept)]
-            self.kept = None
-            for layer in range(self.first, index):
-                self.inputs.append(self._again(layer, self.inputs[-1]))
-        return self.inputs.pop()
+        if self.kept is None:
+            return _fetched(self.inputs.pop())
+        x, kept = _fetched(self.kept), self.kept
+        self.kept = None
+        for layer in range(self.first, index):
+            self.inputs.append(kept if layer == self.first else self.chain.keep(x))
+            x = self._again(layer, x)
+        return x
 
     def _again(self, index: int, x: Tensor) -> Tensor:
         arguments = self.arguments
@@ -230,15 +232,16 @@ class _Layer(torch.autograd.Function):
             out, lse = serial.forward(project) if attended is None else attended.get()
         del attended
         sums = GradientSums(ctx.parameters)
-        dx, dout = torch.zeros_like(x), torch.zeros_like(out)
-        backward_in_tiles(layer.after_attention, (x, out), (dy,), (dx, dout), sums, tile, **_AFTER)
+        # The gradient that came is done with, tile by tile, and its memory is that of the one that goes.
+        dx, dout = dy if own(dy) else torch.empty_like(x), torch.empty_like(out)
+        backward_in_tiles(layer.after_attention, (x, out), (dy,), (dx, dout), sums, tile, **_AFTER, add=False)
         with torch.no_grad():
             dqkv = serial.backward(project, out, lse, dout)
         del out, lse, dout
         inputs = x, arguments.cos, arguments.sin
         backward_in_tiles(layer.before_attention, inputs, dqkv, (dx, None, None), sums, tile, **_BEFORE)
         ctx.parameters = ctx.segment = None
-        return None, None, None, dx, *sums.collect()
+        return None, None, None, hand_over(dx), *sums.collect()
 
 
 def _serial(layer: DecoderLayer, lean: Lean, arguments: _Arguments) -> SerialAttention:

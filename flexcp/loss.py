@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flexcp.batch import IGNORE
-from flexcp.tiling import GradientSums, tiles
+from flexcp.tiling import GradientSums, hand_over, tiles
 
 DEFAULT_CHUNK = 2048
 
@@ -84,7 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows_x, rows_labels = x.detach().flatten(0, -2), labels.flatten()
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         sums = GradientSums([weight, *parameters])
-        dx = torch.zeros_like(rows_x) if settings.needs_grad else None
+        dx = x.new_empty(x.shape) if settings.needs_grad else None
         for rows in tiles(rows_labels.numel(), settings.chunk):
             with torch.set_grad_enabled(settings.needs_grad):
                 leaf = rows_x[rows].requires_grad_(settings.needs_grad)
@@ -101,15 +101,15 @@ class _ChunkedLoss(torch.autograd.Function):
             dfeatures = dlogits @ weight
             del dlogits
             if settings.norm is None:
-                dx[rows] = dfeatures
+                dx.view(rows_x.shape)[rows] = dfeatures
                 sums.add([dweight])
             else:
                 wanted = [leaf, *(p for p in parameters if p.requires_grad)]
                 dleaf, *dparameters = torch.autograd.grad(hidden, wanted, dfeatures)
                 found = iter(dparameters)
-                dx[rows] = dleaf
+                dx.view(rows_x.shape)[rows] = dleaf
                 sums.add([dweight, *(next(found) if p.requires_grad else None for p in parameters)])
-        ctx.grads = None if dx is None else (dx.view(x.shape), *sums.collect())
+        ctx.grads = None if dx is None else (dx, *sums.collect())
         return total.to(wide)
 
     @staticmethod
@@ -120,7 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # In place: they are nobody else's, and that of x is as large as the residual stream.
         dx, dweight, *dparameters = (None if grad is None else grad.mul_(dtotal.to(grad.dtype)) for grad in grads)
         needs = ctx.needs_input_grad
-        return None, dx if needs[1] else None, dweight if needs[2] else None, None, *dparameters
+        return None, hand_over(dx) if needs[1] else None, dweight if needs[2] else None, None, *dparameters
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, settings: _Settings) -> tuple[Tensor, Tensor | None]:

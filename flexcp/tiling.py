@@ -8,11 +8,14 @@ Parameters enter as inputs of one autograd function and get one gradient each, s
 (FSDP's reduction, an optimizer in backward) fires once a parameter, and nothing is gathered or freed between tiles.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexcp import compat
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -110,13 +113,16 @@ def backward_in_tiles(
     tile: int,
     dims: Sequence[int],
     out_dims: Sequence[int],
+    add: bool = True,
 ) -> None:
     """Runs each tile forward again and back.
 
     Args:
         grads: of the results; None for one that nothing depends on.
-        wanted: for each input where its gradient is added to, or None where it is not wanted.
+        wanted: for each input where its gradient goes to, or None where it is not wanted; one of `grads`, too, whose
+            tile is then done with.
         sums: adds up the gradients of the parameters.
+        add: to what `wanted` hold; False: they are overwritten.
     """
     for rows in tiles(inputs[0].shape[dims[0]], tile):
         with torch.enable_grad():
@@ -140,8 +146,10 @@ def backward_in_tiles(
         )
         del outputs, pairs, leaves
         for (_, total, dim), grad in zip(into, found):
-            if grad is not None:
+            if add and grad is not None:
                 _rows(total, dim, rows).add_(grad)
+            elif not add:
+                _rows(total, dim, rows).copy_(grad if grad is not None else torch.zeros_like(_rows(total, dim, rows)))
         sums.add(found[len(into) :])
 
 
@@ -174,6 +182,26 @@ class GradientSums:
             total, self._sums[i] = self._sums[i], None
             found.append(None if total is None else total.to(parameter.dtype))
         return found
+
+
+# Gradients that a function here returned and nobody else can have, unless a hook of the user keeps one.
+_handed_over: set[int] = set()
+
+
+def hand_over(gradient: Tensor) -> Tensor:
+    """Marks a gradient as the next function's own, to be overwritten; it must have been allocated for this."""
+    storage = gradient.untyped_storage()
+    number = storage.data_ptr()
+    if number and number not in _handed_over:
+        _handed_over.add(number)
+        weakref.finalize(storage, _handed_over.discard, number)
+    return gradient
+
+
+def own(gradient: Tensor) -> bool:
+    """Whether a gradient that has arrived was handed over, and nobody has kept it on the way."""
+    handed = gradient.untyped_storage().data_ptr() in _handed_over and gradient.is_contiguous()
+    return handed and compat.is_alone(gradient)
 
 
 def _rows(x: Tensor, dim: int, rows: slice) -> Tensor:

@@ -151,3 +151,32 @@ def test_wrong_uses_get_their_sentence() -> None:
             model(tokens, plan.positions, plan.block_mask, lambda s, b, h, q, kv: s * 2)
         with pytest.raises(ValueError, match=r"was given 150 rows, but this rank's shard of the 200 tokens has 256"):
             model(tokens[:, :150], plan.positions[:, :150], plan.block_mask)
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
+    """Between lean layers the gradient's memory is used again, but for one that somebody holds."""
+    results = []
+    for hooked in (None, lambda g: g, lambda g: g.detach()):
+        model, kept, addresses = build(CONFIG, seed=0, dtype=torch.float64), [], []
+        make_lean(model.layers, Lean(tile=64))
+        plan = flexcp.plan(masks.causal(), S, 1)
+        tokens = plan.shard(torch.randint(60, (1, S), generator=torch.Generator().manual_seed(0)), pad=0)
+
+        def watch(layer, inputs, output, hooked=hooked, kept=kept, addresses=addresses):
+            output.register_hook(lambda g: addresses.append(g.data_ptr()))
+            if hooked is not None:
+                output.register_hook(lambda g: kept.append((hooked(g), g.clone())) and None)
+
+        for layer in model.layers:
+            layer.register_forward_hook(watch)
+        with flexcp.context_parallel(plan):
+            model(tokens, plan.positions, plan.block_mask, head=head_by_chunks(tokens, 64)).backward()
+        assert (len(set(addresses)) == 1) == (hooked is None), (
+            "the memory of a gradient that nobody keeps is used again"
+        )
+        for held, copy in kept:
+            assert torch.equal(held, copy)
+        results.append([p.grad for p in model.parameters()])
+    for grads in results[1:]:
+        for one, other in zip(grads, results[0], strict=True):
+            assert torch.equal(one, other)
