@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexcp import placement
+from flexcp import placement, search
 from flexcp.cost import Cost, CostModel
 from flexcp.exchange import needs_by_owner, num_slots
 from flexcp.layout import LAYOUTS, Layout
@@ -17,8 +17,8 @@ from flexcp.table import Table, rank_rows
 BALANCES = ("auto", *LAYOUTS, "per_document", "ptrr", "min_heap", "affinity")
 
 # By how much a rank's work may exceed the mean for the sake of its traffic; "auto" tries all.
-_SLACKS = (0.0, 0.03, 0.12, 0.4)
-_AFFINITY_SLACK = 0.12
+_SLACKS = (0.03, 0.12, 0.4)
+_AFFINITY_SLACK = 0.124
 # Predicted times that differ by less say nothing.
 _SAME_TIME = 1.005
 # `exchange` packs and unpacks rows, so it must move clearly less than `gather` to be chosen.
@@ -77,9 +77,9 @@ def choose(
         layouts = candidates(seq_len, cp_size, align, seen)
         # A new mask must not change the shapes.
         least = min(layout.local_len for layout in layouts)
-        layout = best(
-            [evaluate(layout, kind, seen, model, ulysses) for layout in layouts if layout.local_len == least]
-        ).layout
+        shortest = [layout for layout in layouts if layout.local_len == least]
+        fastest = best([evaluate(layout, kind, seen, model, ulysses) for layout in shortest])
+        layout = improved(fastest, align, seen, model, ulysses)
     else:
         layout = make(balance, seq_len, cp_size, align, seen)
     if comm == "auto":
@@ -99,6 +99,23 @@ def best(some: Sequence[Candidate]) -> Candidate:
     )
 
 
+def improved(start: Candidate, align: int, tables: Sequence[Table], model: CostModel, ulysses: int = 1) -> Layout:
+    """The candidate's layout, or what swaps of chunks make of it where only needed blocks travel and that is faster."""
+    layout, cost = start.layout, start.cost
+    cp, size = layout.cp_size, placement.fine_chunk(layout.seq_len, layout.cp_size, align)
+    bound_s = cost.compute_s.mean() + cost.switch_s  # no layout's slowest rank is faster
+    if start.comm != "exchange" or cost.forward_s <= bound_s * _SAME_TIME or layout.chunk_size % size:
+        return layout
+    chunks = placement.chunks_of(tables, layout.seq_len, cp, size)
+    if len(chunks.work) * size != layout.padded_len:
+        return layout
+    work_s = cost.compute_s.sum() / max(1, chunks.work.sum())
+    rows = size * max(1, model.shape.num_kv_heads // ulysses)
+    chunk_s = float(model.cost(np.zeros(cp), np.full(cp, rows), ulysses).comm_s[0])
+    swapped = search.least_time(chunks, layout, work_s, chunk_s)
+    return min(start, evaluate(swapped, start.comm, tables, model, ulysses), key=lambda one: one.cost.forward_s).layout
+
+
 def make(balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> Layout:
     """The named layout."""
     if balance in LAYOUTS:
@@ -107,7 +124,8 @@ def make(balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[
         return placement.ptrr(tables, seq_len, cp_size, align)
     chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
     if balance == "affinity":
-        return placement.affinity(chunks, _AFFINITY_SLACK)
+        most = int(chunks.work.sum() / cp_size * (1 + _AFFINITY_SLACK))
+        return search.least_traffic(chunks, placement.affinity(chunks, _AFFINITY_SLACK), most)
     return {"per_document": placement.per_document, "min_heap": placement.min_heap}[balance](chunks)
 
 

@@ -27,7 +27,7 @@ class Chunks:
         seq_len: S, tokens.
         size: tokens in a chunk.
         cp_size: ranks; it divides the number of chunks, of which the last may hold padding only.
-        work: int64 [n], blocks that each chunk's queries see, over all masks.
+        work: int64 [n], see `work_of`.
         needs: bool [n, masks, n]: the chunk's queries see some key of the other chunk.
     """
 
@@ -74,11 +74,12 @@ def chunks_of(tables: Sequence[Table], seq_len: int, cp_size: int, size: int) ->
 
 
 def work_of(tables: Sequence[Table], num_chunks: int, size: int) -> np.ndarray:
-    """Blocks that each chunk's queries see, over all masks: int64 [num_chunks]."""
+    """Blocks that each chunk's queries see, over all masks and the heads that any of them distinguishes: int64 [n]."""
     work = np.zeros(num_chunks, dtype=np.int64)
+    heads = max(table.heads for table in tables)
     for table in tables:
         counts = np.zeros(num_chunks * (size // table.block_size[0]), dtype=np.int64)
-        counts[: len(table.counts)] = table.counts
+        counts[: len(table.counts)] = table.counts * (heads // table.heads)
         work += counts.reshape(num_chunks, -1).sum(axis=1)
     return work
 

@@ -79,20 +79,18 @@ SHORT = (129, 250, 384)
 
 
 def whole() -> list[Case]:
-    """Every mask over every comm, layout, cp and number of KV heads; lengths and scores in rotation.
+    """Every mask over every comm, layout and cp; the numbers of KV heads, lengths and scores in rotation.
 
     Left out is only what is the same thing again: layouts of one rank, and ulysses with another kind on so few ranks
     that it is ulysses alone. Short sequences in small blocks: what a case costs is its messages.
     """
-    pairs = itertools.cycle(itertools.product(SHORT, AXES["score"]))
-    names = ("mask", "comm", "balance", "kv_heads")
+    rotation = itertools.cycle(itertools.product(AXES["score"], SHORT, AXES["kv_heads"]))
     cases = []
-    for cp, *values in itertools.product(WHOLE_CP, *(AXES[name] for name in names)):
-        mask, comm, balance, kv_heads = values
+    for cp, comm, balance, mask in itertools.product(WHOLE_CP, AXES["comm"], AXES["balance"], AXES["mask"]):
         one_rank = cp == 1 or comm == "ulysses"
         if (one_rank and balance != "contiguous") or (comm.startswith("ulysses+") and cp < 4):
             continue
-        seq_len, score = next(pairs)
+        score, seq_len, kv_heads = next(rotation)
         cases.append(Case(mask, comm, balance, cp, kv_heads, seq_len, 32, score))
     # Neighbours in the list share the oracle's result, which is cached.
     return sorted(cases, key=lambda c: (c.cp, c.seq_len, c.mask, c.heads, c.groups, c.score, c.comm, c.balance))

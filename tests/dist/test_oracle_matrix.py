@@ -17,7 +17,7 @@ def test_sampled_case_equals_oracle(ranks, sampled_case: matrix.Case) -> None:
 
 
 # In parts, so that one test is a few minutes. A part is a run of lengths and masks.
-PARTS = 5
+PARTS = 4
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexcp
-from flexcp import balance, exchange, masks, placement, table
+from flexcp import balance, exchange, masks, placement, search, table
 from flexcp.blockmask import block_source
 from flexcp.cost import CostModel, Device
 from flexcp.lift import lift
@@ -179,32 +179,74 @@ def judged(layout, seen) -> balance.Candidate:
     return balance.evaluate(layout, "exchange", seen, JUDGE)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("column", COLUMNS)
-def test_affinity_is_no_worse_than_the_placement_table(column: str) -> None:
+def test_affinity_is_no_worse_than_the_placement_table(column: str, seed: int) -> None:
+    """For each seed, and to the digits that the table has."""
     make, fraction, load = COLUMNS[column]
-    received, loads = [], []
-    for seed in range(3):
-        seen = tables(make(seed), S)
-        candidate = judged(balance.make("affinity", S, CP, 128, seen), seen)
-        received.append(candidate.kv_rows.mean() / JUDGE.shape.num_kv_heads / S)
-        loads.append(candidate.pairs.max() / candidate.pairs.mean())
-    print(f"{column}: {np.round(received, 3)} of all keys, {np.round(loads, 3)} max : mean work")
-    assert round(np.mean(received), 3) <= fraction
-    assert round(max(loads), 2) <= load
+    if seed and column in ("causal", "window"):
+        pytest.skip("has no lengths to draw")
+    seen = tables(make(seed), S)
+    candidate = judged(balance.make("affinity", S, CP, 128, seen), seen)
+    received = candidate.kv_rows.mean() / JUDGE.shape.num_kv_heads / S
+    most = candidate.pairs.max() / candidate.pairs.mean()
+    print(f"{column}: {received:.4f} of all keys, {most:.4f} max : mean work")
+    assert round(received, 3 if fraction < 0.1 else 2) <= fraction
+    assert round(most, 2) <= load
+
+
+def least_possible_s(seen: list[table.Table]) -> float:
+    """No placement's slowest rank can be faster, whatever it receives.
+
+    Some rank has at least the mean of the work. And of the k query blocks that have at least w of it, some rank has at
+    least k / CP, rounded up, since a block is not divided.
+    """
+    work = np.sort(seen[0].work())[::-1]
+    at_least = -(-np.arange(1, len(work) + 1) // CP) * work
+    most_pairs = max(work.sum() / CP, int(at_least.max())) * JUDGE.shape.num_heads
+    return most_pairs * 4 * JUDGE.shape.head_dim / 500e12
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("column", COLUMNS)
-def test_auto_beats_every_simple_rule(column: str, seed: int) -> None:
+def test_auto_beats_every_simple_rule_or_is_as_good_as_any_placement_can_be(column: str, seed: int) -> None:
+    if seed and column in ("causal", "window"):
+        pytest.skip("has no lengths to draw")
     seen = tables(COLUMNS[column][0](seed), S)
     chosen, *_ = balance.choose("auto", "exchange", S, CP, (128, 128), lambda: seen, JUDGE)
     auto = judged(chosen, seen).cost.forward_s
     rules = ("contiguous", "head_tail", "ptrr", "min_heap")
     times = {name: judged(balance.make(name, S, CP, 128, seen), seen).cost.forward_s for name in rules}
-    print(f"{column}: auto {chosen.name} {auto:.5f} s, {times}")
-    assert auto <= min(times.values())
-    if column in ("documents", "short"):  # of the other two, some simple rule is the optimum
-        assert auto < 0.9 * min(times.values())
+    least = least_possible_s(seen)
+    shown = ", ".join(f"{name} {1e3 * s:.3f}" for name, s in times.items())
+    print(
+        f"{column} {seed}: auto ({chosen.name}) {1e3 * auto:.3f} ms, {shown}; no placement is below {1e3 * least:.3f}"
+    )
+    if column in ("documents", "short"):
+        assert auto < 0.85 * min(times.values())
+    else:
+        # Of causal, head_tail gives every rank exactly the mean of the work. Of the window, all blocks but the first
+        # few have equally much, and contiguous gives no rank more than its share of them. Neither waits for its keys.
+        assert auto == pytest.approx(least, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 2), st.integers(0, 10**6))
+def test_swaps_are_judged_as_they_turn_out(cp: int, per_rank: int, masks_: int, seed: int) -> None:
+    rng, n = np.random.default_rng(seed), cp * per_rank
+    chunks = placement.Chunks(n * 4, 4, cp, rng.integers(1, 9, n), rng.random((n, masks_, n)) < rng.random())
+    owners = rng.permutation(n).reshape(cp, per_rank).tolist()
+    state = search.Swaps(chunks, owners)
+    rank, some = int(rng.integers(cp)), np.arange(n)
+    own, other = state.after(rank, some)
+    i, b = int(rng.integers(per_rank)), int(rng.integers(n))
+    partner = int(state.owner[b])
+    if partner != rank:
+        state.swap(int(state.mine[rank][i]), b)
+        afresh = search.Swaps(chunks, state.mine)
+        assert (own[i, b], other[i, b]) == (state.received[rank], state.received[partner])
+        assert np.array_equal(state.received, afresh.received)
+        assert np.array_equal(state.load, afresh.load)
 
 
 def test_planning_a_million_tokens_for_64_ranks_takes_less_than_a_second() -> None:
