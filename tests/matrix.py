@@ -79,7 +79,7 @@ SHORT = (129, 250, 384)
 
 
 def whole() -> list[Case]:
-    """Every mask over every comm, layout and cp; the numbers of KV heads, lengths and scores at random, but the same ones always.
+    """Every mask over every comm, layout and cp; numbers of KV heads, lengths and scores are drawn, always the same.
 
     Left out is only what is the same thing again: layouts of one rank, and ulysses with another kind on so few ranks
     that it is ulysses alone. Short sequences in small blocks: what a case costs is its messages.
