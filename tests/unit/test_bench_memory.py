@@ -1,0 +1,50 @@
+"""scripts/bench_memory.py on a CPU at a tiny size: every command measures, and says what it leaves out."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
+TINY = ["--model", "llama3-debug", "--device", "cpu", "--optim", "adamw"]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_memory"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_memory"]
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if " 5." in line]  # with a loss, of about ln 256
+
+
+def test_one_rank_of_two(bench, capsys) -> None:
+    bench.main(["million", *TINY, "--seq-len", "1024", "--world", "2", "--rank", "1"])
+    out = capsys.readouterr().out
+    assert len(rows(out)) == 1
+    assert "rank 1 of 2 at 450 GB/s" in out
+    assert "not measured: waiting for slower ranks" in out
+    assert not dist.is_initialized()
+
+
+def test_alone_and_documents(bench, capsys) -> None:
+    bench.main(["alone", *TINY, "--seq-len", "512", "--limit-s", "0"])
+    assert "left out: 1 step(s) would take" in capsys.readouterr().out
+    bench.main(["documents", *TINY, "--seq-len", "512", "--length", "128"])
+    assert len(rows(capsys.readouterr().out)) == 1
+
+
+def test_every_technique_is_measured(bench, capsys) -> None:
+    bench.main(["cost", *TINY, "--seq-len", "512", "--steps", "1"])
+    out = capsys.readouterr().out
+    assert len(rows(out)) == 8
+    assert out.count("to the row above") == 7
+    losses = {line.split()[-1] for line in rows(out)}
+    assert len(losses) == 1, "the first step's loss is the same with each technique"
