@@ -17,6 +17,7 @@ import yaml
 from flexcp import activation, loggers, planner, profiling
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
+from flexcp.fp8 import RECIPES, check_fp8
 from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
@@ -70,6 +71,10 @@ class TrainConfig:
     ac: str = "none"
     """Activations kept for backward: none but the layers' inputs (full), also attention's output, which is then never
     computed twice (selective), or all (none)."""
+
+    fp8: str = "none"
+    """Products of the layers' matrices in fp8, by torchao: none, rowwise, rowwise_with_gw_hp, tensorwise, or
+    tensorwise_all_gather, which also sends the weights as fp8. Emulated on a CPU."""
 
     offload: str = "off"
     """on: the layers' inputs that --ac keeps wait in host memory for backward."""
@@ -215,7 +220,7 @@ class TrainConfig:
 
     def parallel(self, device: torch.device) -> Parallel:
         """What is done to the model."""
-        return Parallel(self.fsdp == "on", self.ac, Store(device) if self.offload == "on" else None)
+        return Parallel(self.fsdp == "on", self.ac, Store(device) if self.offload == "on" else None, self.fp8)
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""
@@ -233,7 +238,7 @@ def check(config: TrainConfig) -> None:
     names = (
         *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
         *(("ac", activation.MODES), ("offload", ("on", "off")), ("fsdp", ("on", "off"))),
-        *(("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
+        *(("fp8", RECIPES), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
         ("save_mode", SAVE_MODES),
     )
@@ -313,6 +318,18 @@ def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
             "rows of the vocabulary": model.vocab_size,
         },
     )
+    matrices = {
+        "the model's width": model.dim,
+        "its query heads": model.num_heads * model.head_dim // grid.tp,
+        "its KV heads": model.num_kv_heads * model.head_dim // grid.tp,
+        "columns of its MLP": model.ffn_dim // grid.tp,
+    }
+    check_fp8(config.fp8, matrices)
+    if config.fp8 == "tensorwise_all_gather" and (config.fsdp == "off" or grid.fsdp == 1):
+        raise UserError(
+            "--fp8 tensorwise_all_gather is about the gathering of FSDP2, and parameters are not divided: add --cp or "
+            "--dp-shard, or use tensorwise"
+        )
     if config.fsdp == "off" and grid.dp_shard > 1:
         raise UserError(
             f"--fsdp off holds all parameters on every rank, and --dp-shard {grid.dp_shard} divides them: pass "

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from flexcp.activation import checkpoint_layers
 from flexcp.compat_tensor import full_tensor, offset_of_local
+from flexcp.fp8 import convert
 from flexcp.mesh import Mesh
 from flexcp.offload import Store
 from flexcp.tp import tensor_parallel
@@ -28,11 +29,13 @@ class Parallel:
         fsdp: divide the parameters over dp_shard x cp; False: every rank holds all of them.
         ac: of `activation.MODES`, which activations are kept for backward.
         store: where the layers' inputs are kept; None: where they were made.
+        fp8: of `fp8.RECIPES`, the products of the layers' matrices.
     """
 
     fsdp: bool = True
     ac: str = "none"
     store: Store | None = None
+    fp8: str = "none"
 
 
 def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
@@ -45,6 +48,7 @@ def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
         how: what to do.
     """
     decoder = _decoder(model)
+    convert(decoder.layers, how.fp8, mesh.device_type)
     if mesh.tp is not None:
         tensor_parallel(decoder, mesh.tp)
     checkpoint_layers(list(decoder.layers), how.ac, how.store)

@@ -10,6 +10,7 @@ import flexcp
 from flexcp.batch import Batch
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError
+from flexcp.fp8 import check_fp8
 from flexcp.mesh import Mesh
 from flexcp.usermask import MaskSource
 
@@ -55,6 +56,7 @@ class Plans:
         if first_row or first_head:
             mask = _shifted(mask, first_row, first_head)
         plan = self._plan(mask, batch.num_rows if reads_batch else None, heads, balance)
+        check_fp8(self.config.fp8, {"tokens of a micro-batch": plan.local_len * batch.num_rows})
         if plan.local_len % self.mesh.degrees.tp:
             raise UserError(
                 f"--tp {self.mesh.degrees.tp} cannot divide a rank's {plan.local_len} tokens equally: use a power of 2"

@@ -96,13 +96,14 @@ def gradients(
     grad_accum: int = 1,
     fsdp: bool = False,
     ac: str = "none",
+    fp8: str = "none",
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
     model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
-    parallelize(model, grid, Parallel(fsdp, ac))
+    parallelize(model, grid, Parallel(fsdp, ac, fp8=fp8))
     plans = plans_for(config, grid)
     loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)
     sum_gradients(model.parameters(), grid.gradient_group)
