@@ -13,6 +13,8 @@ if not (_Path(__file__).parent / "masks" / "__init__.py").exists():
 
 from flexcp.api import Plan, plan
 from flexcp.dispatch import bypass, context_parallel
+from flexcp.op import flex_attention
+from flexcp.scoremod import ScoreMod
 from flexcp.version import __version__
 
-__all__ = ["Plan", "__version__", "bypass", "context_parallel", "plan"]
+__all__ = ["Plan", "ScoreMod", "__version__", "bypass", "context_parallel", "flex_attention", "plan"]

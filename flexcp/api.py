@@ -15,13 +15,13 @@ from flexcp.agreement import agree, mask_digest, others_are_told, table_digest
 from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
 from flexcp.comm import Link
 from flexcp.cost import CostModel
-from flexcp.dispatch import Token
 from flexcp.errors import unknown
 from flexcp.group import ranks_of, ulysses_ranks
 from flexcp.heads import check_heads
 from flexcp.layout import Layout
 from flexcp.planner import Schedule
 from flexcp.table import Table, num_blocks, rows_of, table_of
+from flexcp.tokens import Token
 from flexcp.version import __version__
 
 Mask = BlockMask | MaskMod

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._inductor
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -29,11 +30,14 @@ __all__ = [
     "WHOLE_SEQUENCE_BLOCK",
     "active_modes",
     "autograd_enabled",
+    "below_autograd",
     "flex_backward_operator",
     "flex_operator",
     "flex_operator_module",
     "flex_public_module",
+    "graph_break",
     "inside_functorch",
+    "never_a_frame",
     "over_pairs",
     "record_memory_history",
     "without_modes",
@@ -66,6 +70,18 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def never_a_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: called by the eager part of compiled code, the function runs as it is; inlined, it is traced."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
+
+
+@never_a_frame
+def graph_break(why: str) -> None:
+    """Stops Dynamo's trace of the frame here; does nothing in eager code."""
+    torch._dynamo.graph_break(msg=why)
+
+
 def no_saved_tensor_hooks():
     """A context in which no saved-tensor hook (checkpointing, offload) is active; none may be pushed in it."""
     return torch.autograd.graph.disable_saved_tensors_hooks("flexcp: no saved-tensor hooks here")
@@ -91,6 +107,18 @@ def record_memory_history() -> None:
 def write_memory_snapshot(path: Path) -> None:
     """Writes what was kept, for pytorch.org/memory_viz. A pickle, which flexcp never reads."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+with torch._C._AutoDispatchBelowAutograd():
+    _BELOW_AUTOGRAD = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def below_autograd():
+    """A context for the implementation of an operator: as called with no mode active and without autocast.
+
+    Below a dispatch mode, the dispatcher also leaves out vmap, which the kernels use.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_BELOW_AUTOGRAD)
 
 
 @contextmanager
