@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp import dispatch
+from flexcp import dispatch, tokens
 from flexcp.comm import Link
 from flexcp.headserial import SerialAttention
 from flexcp.offload import Kept, Store
@@ -258,9 +258,9 @@ def _project(
     return q, k, v
 
 
-def _token_of(block_mask: BlockMask, length: int) -> dispatch.Token:
+def _token_of(block_mask: BlockMask, length: int) -> tokens.Token:
     """The token of the active plan that a block mask stands for."""
-    token = None if block_mask is None else dispatch._token_of(block_mask.as_tuple())
+    token = None if block_mask is None else tokens.token_of(block_mask.as_tuple())
     plan = None if token is None else token.plan()
     if token is None or plan is None or not any(context.plan is plan for context in dispatch._contexts()):
         raise RuntimeError(

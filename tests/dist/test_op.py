@@ -21,14 +21,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: flexcp.Plan, bias: Tensor, lea
 
 def results(case: Case, dtype: torch.dtype, compiled: bool) -> dict[str, Tensor]:
     """As matrix.flexcp_results, through the second door and without a context."""
-    mask, more = matrix.flexcp_mask(case.mask, case.seq_len)
+    mask, more = matrix.flexcp_mask(case.mask, case.seq_len, case.heads)
     mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
     comm, _, groups = case.comm.partition("*")
-    plan = flexcp.plan(
-        mask, case.seq_len, mesh, comm=comm, balance=case.balance, head_groups=int(groups or 1), **more
-    )
+    more |= {"comm": comm, "balance": case.balance, "head_groups": int(groups or 1), "block_size": case.block}
+    plan = flexcp.plan(mask, case.seq_len, mesh, **more)
     batch = 2 if case.mask == "per_batch" else 1
-    x = {k: t.to(dtype) for k, t in matrix.inputs(batch, matrix.HEADS // case.gqa, case.seq_len).items()}
+    x = {k: t.to(dtype) for k, t in matrix.inputs(batch, case.heads, case.groups, case.seq_len).items()}
     q, k, v, dout, dlse = (plan.shard(x[name], dim=2) for name in ("q", "k", "v", "dout", "dlse"))
     leaves = [t.requires_grad_() for t in (q, k, v, x["bias"])]
     function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
@@ -44,7 +43,7 @@ def results(case: Case, dtype: torch.dtype, compiled: bool) -> dict[str, Tensor]
 def check(case: Case, compiled: bool) -> None:
     every = {dtype: results(case, dtype, compiled) for dtype in (torch.float64, torch.float32)}
     first = {dtype: matrix.flexcp_results(case, dtype) for dtype in every}
-    want = matrix.reference(case.mask, case.gqa, case.seq_len, case.score, torch.float64)
+    want = matrix.reference(case.mask, case.heads, case.groups, case.seq_len, case.score, torch.float64)
     for dtype, got in every.items():
         for name, value in got.items():
             if name == "dbias":  # summed over the ranks here by gloo, there by the context, in another order
@@ -57,10 +56,11 @@ def check(case: Case, compiled: bool) -> None:
 
 
 CASES = [
-    (Case("causal", "gather", "head_tail", 1, 4, 129, "bias"), True),
-    (Case("document", "exchange*2", "affinity", 2, 1, 384, "bias"), True),
-    (Case("dead_rows", "ring", "contiguous", 4, 1, 384, "bias"), True),
-    (Case("per_batch", "exchange", "min_heap", 4, 4, 384, "bias"), False),
+    (Case("causal", "gather", "head_tail", 1, "one", 129, 128, "bias"), True),
+    (Case("document", "exchange*2", "affinity", 2, "all", 384, 128, "bias"), True),
+    (Case("dead_rows", "ring", "contiguous", 4, "all", 384, 64, "bias"), False),
+    (Case("per_head", "ulysses", "head_tail", 2, "two", 384, 128, "bias"), True),
+    (Case("per_batch", "exchange", "min_heap", 4, "one", 384, 64, "bias"), False),
 ]
 
 
