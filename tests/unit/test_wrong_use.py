@@ -41,6 +41,7 @@ def test_pad_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, pad: floa
         plan.shard(torch.zeros(100, dtype=dtype), dim=0, pad=pad)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch 2.14 refuses a score that is not floating point")
 def test_a_score_of_another_dtype_is_taken_as_torch_takes_it() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
