@@ -226,6 +226,8 @@ def run(
         profiler.close()
     if verbose:
         print(f"# read: {reader.summary()}", flush=True)
+        for path in profiler.written:
+            print(f"# of this rank: {path}", flush=True)
     if out is not None:
         save_model(config, model, mesh, out / "model")
         if verbose:

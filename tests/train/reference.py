@@ -17,7 +17,13 @@ def causal_documents(doc_ids: Tensor) -> Tensor:
 
 
 def loss_and_gradients(model: nn.Module, batch: Batch, visible: Tensor, score=None) -> tuple[float, list[Tensor]]:
-    """The mean cross entropy of a batch and its gradient with respect to each parameter.
+    """The mean cross entropy of a batch and its gradient with respect to each parameter; see `token_losses`."""
+    loss = token_losses(model, batch, visible, score).sum() / (batch.labels != IGNORE).sum()
+    return float(loss.detach()), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def token_losses(model: nn.Module, batch: Batch, visible: Tensor, score=None) -> Tensor:
+    """The cross entropy of each token, [B, S]; 0 where it has no label.
 
     Args:
         visible: bool [B or 1, H or 1, S, S].
@@ -32,5 +38,5 @@ def loss_and_gradients(model: nn.Module, batch: Batch, visible: Tensor, score=No
         logits = model(batch.tokens, batch.positions, None)
     finally:
         llama3.flex_attention = original
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
-    return float(loss.detach()), list(torch.autograd.grad(loss, list(model.parameters())))
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view_as(batch.labels)
