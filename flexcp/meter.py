@@ -90,10 +90,10 @@ class Meter:
     def next(self, reader: Reader) -> Batch:
         """The next step's rows; the step's time begins here."""
         self._begin()
-        before = reader.counts["tokens"]
+        before = reader.counts["padding"]
         with self._timed("data"):
             batch = reader.next()
-        self._tokens = reader.counts["tokens"] - before
+        self._tokens = batch.tokens.numel() - (reader.counts["padding"] - before)
         return batch
 
     def __call__(self, batch: Batch) -> flexcp.Plan:

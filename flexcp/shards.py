@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flexcp.compat_torchao import torchao
 from flexcp.errors import UserError
 
 WHOLE = ""  # the name of the only part of a tensor that has no others
@@ -127,9 +128,8 @@ class Encoding:
         Raises:
             UserError: a kind that this version does not know.
         """
-        from torchao.optim import subclass_8bit, subclass_fp8  # takes a second, and few runs need it
-
-        known = {cls.__name__: cls for cls in (subclass_8bit.OptimState8bit, subclass_fp8.OptimStateFp8)}
+        states = torchao("optim.subclass_8bit").OptimState8bit, torchao("optim.subclass_fp8").OptimStateFp8
+        known = {cls.__name__: cls for cls in states}
         if self.kind not in known:
             raise UserError(f"the checkpoint has tensors of the kind {self.kind!r}, and known are {', '.join(known)}")
         attributes = [dtype_of(x) if isinstance(x, str) else x for x in self.attributes]

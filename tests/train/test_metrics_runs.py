@@ -62,9 +62,8 @@ def test_tokens_are_those_of_documents(text: Path) -> None:
     config = TrainConfig(**settings(text))
     reader = make_reader(config, open_documents(str(text)))
     for record in on_ranks.train(config)["records"]:
-        before = reader.counts["tokens"]
         batch = reader.next()
-        read = reader.counts["tokens"] - before
+        read = int((batch.tokens != 0).sum())  # the text has no zero bytes, and padding is zeros
         assert record["tokens_per_s"] * record["step_s"] == pytest.approx(read)
         assert record["tokens"] == batch.num_labels < read < 2 * 256  # ends of documents have no label; rows are padded
 
@@ -75,7 +74,7 @@ def test_the_largest_loss_of_a_rank(ranks: GetRanks, text: Path) -> None:
     record = ranks(2).run(on_ranks.train, config)[0]["records"][0]
     batch = make_reader(config, open_documents(str(text))).next()
     model = build(get_config("llama3-debug"), seed=config.seed)
-    losses = reference.token_losses(model, batch, reference.causal_documents(batch.doc_ids))
+    losses = reference.token_losses(model, batch, reference.causal_documents(batch.doc_ids)).detach()
     halves = [part[label != IGNORE].mean() for part, label in zip(losses.chunk(2, 1), batch.labels.chunk(2, 1))]
     assert record["loss"] == pytest.approx(float(losses[batch.labels != IGNORE].mean()), rel=1e-5)
     assert record["loss_max"] == pytest.approx(float(torch.stack(halves).max()), rel=1e-5)

@@ -61,8 +61,8 @@ def tokens_of(results: list[dict], grid: dict[str, int]) -> list[int]:
     return [token for step in zip(*shares) for share in step for token in share]
 
 
-def run_on(ranks: GetRanks, grid: dict[str, int], config: dict[str, Any], stop: int | None = None) -> list[dict]:
-    size = int(np.prod(list(grid.values()) or [1]))
+def run_on(ranks: GetRanks, grid: dict[str, Any], config: dict[str, Any], stop: int | None = None) -> list[dict]:
+    size = int(np.prod([n for n in grid.values() if isinstance(n, int)]))
     if size == 1:
         return [on.train(TrainConfig(**config), stop)]
     return ranks(size).run(on.train, TrainConfig(**grid, **config), stop)
@@ -74,6 +74,7 @@ CHAINS = [
     (8, {"dp_shard": 4}, [{"dp_shard": 2}, {"dp_replicate": 2, "cp": 2}]),
     pytest.param(20, {"cp": 2}, [{"cp": 2}, {"cp": 4}, {"dp_shard": 2}, {}], marks=pytest.mark.slow),
     pytest.param(20, {"dp_shard": 4}, [{"dp_shard": 4}, {"dp_shard": 2}, {"cp": 2}], marks=pytest.mark.slow),
+    pytest.param(20, {"tp": 2}, [{"tp": 2}, {"tp": 2, "cp": 2}, {"dp_shard": 2}], marks=pytest.mark.slow),
 ]
 
 
@@ -239,6 +240,22 @@ def test_first_fit_keeps_what_waits(text: Path, tmp_path: Path) -> None:
     resumed = on.train(TrainConfig(**config, out=str(tmp_path / "b"), resume="auto"))
     assert resumed["read"] == straight["read"][3:]
     assert resumed["losses"] == {step: loss for step, loss in straight["losses"].items() if step > 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw8bit", "adamw_bf16"])
+def test_other_optimizers_go_on_bit_for_bit(ranks: GetRanks, text: Path, tmp_path: Path, optim: str) -> None:
+    """8-bit moments and stochastic rounding, divided over two ranks."""
+    grid = {"dp_shard": 2}
+    config = settings(text, optim=optim, dtype="bfloat16", steps=8)
+    straight = run_on(ranks, grid, config | {"out": str(tmp_path / "a")})
+    run_on(ranks, grid, config | {"out": str(tmp_path / "b")}, 5)
+    resumed = run_on(ranks, grid, config | {"out": str(tmp_path / "b"), "resume": "auto"})
+    for result in resumed:
+        assert result["losses"] == {step: loss for step, loss in straight[0]["losses"].items() if step > 4}
+    half = str(tmp_path / "b" / "checkpoints" / "step-00000004")
+    other = run_on(ranks, {"cp": 2, "fsdp": "off"}, config | {"out": str(tmp_path / "c"), "resume": half})
+    assert other[0]["losses"] == pytest.approx(resumed[0]["losses"], rel=0.01)
 
 
 def test_low_precision_weights_keep_their_fp32_copies(text: Path, tmp_path: Path) -> None:
