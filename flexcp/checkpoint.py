@@ -245,14 +245,15 @@ def divide(held: list[list[Any]]) -> tuple[dict[str, Entry], dict[tuple[str, tup
     Raises:
         UserError: ranks that hold different tensors, or together not the whole of one.
     """
-    names = [[row[:3] for row in rows] for rows in held]
+    encoded = {row[0] for rows in held for row in rows if row[6] is not None}  # of small parts some ranks keep floats
+    names = [[[row[0], None if row[0] in encoded else row[1], row[2]] for row in rows] for rows in held]
     if any(rank != names[0] for rank in names):
         odd = next(rank for rank, other in enumerate(names) if other != names[0])
         raise UserError(f"rank {odd} holds other tensors than rank 0: a checkpoint needs the same model on all ranks")
     loads = [0] * len(held)
     entries: dict[str, Entry] = {}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
-    for at, (name, dtype, shape) in enumerate(names[0]):
+    for at, (name, dtype, shape, *_) in enumerate(held[0]):
         holders: dict[Box, list[int]] = {}
         for rank, rows in enumerate(held):
             box = Box(tuple(rows[at][3]), tuple(rows[at][4]))

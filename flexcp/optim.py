@@ -172,7 +172,12 @@ def _adamw(groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def _adamw8bit(groups: list[dict]) -> torch.optim.Optimizer:
-    return torchao("optim").AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPS, bf16_stochastic_round=True)
+    optimizer = torchao("optim").AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPS, bf16_stochastic_round=True)
+    state = torchao("optim.subclass_8bit").OptimState8bit
+    # A view of a state forgets the dtype that it pretends to have, and a DTensor holds a view: where it pretends to be
+    # bf16, torch 2.13 cannot compile the step. It is fp32 then, as it is dequantized anyway.
+    optimizer._subclass_zeros = lambda p, signed, block_size: state.zeros(p.shape, signed, block_size, p.device)
+    return optimizer
 
 
 def _adamw_bf16(groups: list[dict]) -> torch.optim.Optimizer:

@@ -160,14 +160,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, nam
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (sink,) = loggers.open_sinks(["tensorboard"], tmp_path, {"lr": 0.1})
     with Reporter(tmp_path, 2, quiet=True, sinks=[sink]) as reporter:
         for step in (1, 2):
             reporter.add(record(step) | {"loss": float(step)})  # type: ignore[arg-type]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = reading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0)]
     assert "mfu" not in events.Tags()["scalars"]  # unknown is absent, and not 0
 
