@@ -82,9 +82,21 @@ def graph_break(why: str) -> None:
     torch._dynamo.graph_break(msg=why)
 
 
-def no_saved_tensor_hooks():
-    """A context in which no saved-tensor hook (checkpointing, offload) is active; none may be pushed in it."""
-    return torch.autograd.graph.disable_saved_tensors_hooks("flexcp: no saved-tensor hooks here")
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """A context in which no saved-tensor hook of the caller (checkpointing, offload) is active.
+
+    They are taken off and put back: torch's own switch refuses where there are some.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def create_joint_graph(

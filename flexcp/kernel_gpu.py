@@ -290,28 +290,34 @@ def _run(key: tuple, make: Callable[[], Callable[..., Any]], arguments: tuple[Te
     key = (*key, *((x.shape, x.stride(), x.dtype, x.device) for x in arguments))
     program = _programs.get(key)
     if program is None:
-        try:
-            program = _compile(make(), arguments)
-            result = program(*arguments)  # FLASH finishes its build in the first call
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            program = _CannotCompile(f"{key[1]} cannot run this mask or score: {_root(error)}")
-            program.__cause__ = error
-        else:
-            _programs[key] = program
-            return result
-        _programs[key] = program
+        program = _programs[key] = _compile(make(), arguments) if key[1] != "FLASH" else _try(make, arguments)
     if isinstance(program, _CannotCompile):
         raise program
     return program(*arguments)
 
 
-def _root(error: BaseException) -> str:
-    """One line on where the error began; what the compiler wraps around it prints whole graphs."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+def _try(make: Callable[[], Callable[..., Any]], arguments: tuple[Tensor, ...]) -> Callable[..., Any] | _CannotCompile:
+    """A FLASH program, or why there is none; it finishes its build in its first call."""
+    try:
+        program = _compile(make(), arguments)
+        program(*arguments)
+    except Exception as error:
+        if any(isinstance(x, torch.OutOfMemoryError) for x in _chain(error)):
+            raise
+        first = _chain(error)[-1]
+        text = f"{type(first).__name__}: {(str(first).strip() or '-').splitlines()[0][:200]}"
+        refusal = _CannotCompile(f"FLASH cannot run this mask or score: {text}")
+        refusal.__cause__ = error
+        return refusal
+    return program
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and what led to it, the first cause last; what the compiler wraps around it prints whole graphs."""
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    return chain
 
 
 def _compile(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import kernel, kernel_gpu, masks
@@ -159,6 +160,22 @@ def test_public_path_on_a_group_of_one() -> None:
     torch.testing.assert_close(out[:, :, :S].double(), want, rtol=0.02, atol=0.02)
     for got, expected in zip(leaves, copies):
         torch.testing.assert_close(got.grad.double(), expected.grad, rtol=0.03, atol=0.05)
+
+
+def test_a_kernel_is_built_inside_a_checkpointed_region() -> None:
+    """Checkpointing works with saved-tensor hooks, which torch's tracing must not see."""
+    torch.manual_seed(0)
+    x = torch.randn(1, H, 640, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    plan = flexcp.plan(masks.causal().to("cuda"), 640, 1, device="cuda")
+
+    def attend(x: Tensor) -> Tensor:
+        return flex_attention(x, x, x, score_mod=softcap, block_mask=plan.block_mask)
+
+    with flexcp.context_parallel(plan):
+        checkpoint(attend, x, use_reentrant=False).square().sum().backward()
+        grad, x.grad = x.grad, None
+        attend(x).square().sum().backward()
+    torch.testing.assert_close(grad, x.grad, rtol=0.02, atol=0.02)
 
 
 def test_new_documents_are_new_data_for_old_programs() -> None:

@@ -72,3 +72,26 @@ def test_given_tensors_stay_in_front_of_captured_ones() -> None:
     assert (
         float(restated.call(torch.tensor(1.0), *scalars(4, CPU)[:2], *[torch.tensor(2)] * 2, *restated.inputs)) == 15.0
     )
+
+
+def test_the_callers_saved_tensor_hooks_rest_while_a_program_is_traced() -> None:
+    seen: list[str] = []
+
+    def hooks(name: str):
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(name) or x, lambda x: x)
+
+    x = torch.ones(2, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with compat.no_saved_tensor_hooks():
+            x * x
+        assert not seen
+        with pytest.raises(ZeroDivisionError), compat.no_saved_tensor_hooks():
+            _ = 1 / 0
+        x * x
+    assert set(seen) == {"inner"}
+    with hooks("outer"):
+        with hooks("inner"), compat.no_saved_tensor_hooks():
+            pass
+        seen.clear()
+        x * x
+    assert set(seen) == {"outer"}
