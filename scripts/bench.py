@@ -2,6 +2,7 @@
 
 scripts/bench blockmask [--device cuda]    one rank's BlockMask, at growing lengths
 scripts/bench attention                    one GPU stands for each rank in turn (bench_attention.py)
+scripts/bench fp8                          a layer's products in bf16 and fp8 (bench_fp8.py)
 """
 
 import multiprocessing as mp
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import tyro
 from bench_attention import attention
+from bench_fp8 import fp8
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -104,4 +106,4 @@ def blockmask(device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"blockmask": blockmask, "attention": attention})
+    tyro.extras.subcommand_cli_from_dict({"blockmask": blockmask, "attention": attention, "fp8": fp8})

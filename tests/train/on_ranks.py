@@ -14,14 +14,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import flexcp
 from flexcp.config import TrainConfig
 from flexcp.data import IGNORE, Batch
-from flexcp.gradients import clip, sum_gradients
+from flexcp.gradients import clip, local, sum_gradients
 from flexcp.mesh import Degrees, Mesh
 from flexcp.models import Llama3Config, build
+from flexcp.optim import Optimizer, StepInBackward
 from flexcp.parallelize import Parallel, parallelize, whole
 from flexcp.plans import Plans
 from flexcp.step import accumulate, own_rows
 from flexcp.train import run
 from flexcp.usermask import load_mask
+from tests.live_memory import LiveMemory
 
 TINY = Llama3Config(
     vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, head_dim=16, init_std=0.2
@@ -185,3 +187,55 @@ def norm_of_mixed_meshes() -> tuple[float, float, str]:
         torchs = str(error)
     first = float(clip(params, 2.0))
     return first, float(clip(params, None)), torchs
+
+
+MEDIUM = Llama3Config(
+    vocab_size=256, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=384, head_dim=32, init_std=0.05
+)
+
+
+def state_bytes(fsdp: bool) -> int:
+    """Bytes of parameters and moments that this rank holds after a step over cp."""
+    grid = mesh()
+    model = build(TINY, seed=1)
+    parallelize(model, grid, Parallel(fsdp))
+    optimizer = Optimizer(model, weight_decay=0.0, group=grid.gradient_group)
+    batch = batch_of(256, 1)
+    accumulate(model, batch, plans_for(TrainConfig(cp=grid.degrees.cp, seq_len=256), grid), grid)
+    optimizer.step()
+    states = [x for state in optimizer.inner.state.values() for name, x in state.items() if name != "step"]
+    return sum(local(x).nbytes for x in (*model.parameters(), *states))
+
+
+def most_gradient_bytes(inside: bool) -> int:
+    """The most bytes of divided gradients at the moments when one arrives."""
+    grid = mesh()
+    model = build(TINY, seed=1)
+    parallelize(model, grid, Parallel())
+    params, most = list(model.parameters()), 0
+
+    def look(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(local(p.grad).nbytes for p in params if p.grad is not None))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(look)
+    optimizer = Optimizer(model, weight_decay=0.0, group=grid.gradient_group)
+    stepper = StepInBackward(optimizer) if inside else optimizer
+    stepper.begin(0, 1e-3)
+    accumulate(model, batch_of(256, 1), plans_for(TrainConfig(cp=grid.degrees.cp, seq_len=256), grid), grid)
+    stepper.step()
+    return most
+
+
+def step_peak_bytes(seq_len: int, ac: str) -> int:
+    """The most bytes of tensors that one forward and backward makes on this rank, gradients included."""
+    grid = mesh()
+    model = build(MEDIUM, seed=1)
+    parallelize(model, grid, Parallel(False, ac))
+    plans = plans_for(TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, mask="causal", comm="gather"), grid)
+    batch = batch_of(seq_len, 1)
+    plans(batch)
+    with LiveMemory() as memory:
+        accumulate(model, batch, plans, grid)
+    return memory.peak_bytes

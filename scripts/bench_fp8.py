@@ -1,0 +1,141 @@
+"""fp8 against bf16: a Llama layer's matrices alone, its MLP, and the whole layer, forward and backward, compiled.
+
+scripts/bench fp8                                       Llama3-8B at 32K tokens, on a GPU
+scripts/bench fp8 --device cpu --model llama3-debug --tokens 256 --repeats 1 --no-compiled
+
+All recipes run in one process, in turn, so that clocks and temperature are the same for each; medians are shown.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import flexcp
+from flexcp import masks
+from flexcp.fp8 import convert
+from flexcp.models import get_config
+from flexcp.models.llama3 import Layer
+from flexcp.models.rope import rope_table
+
+RECIPES = ("none", "rowwise", "rowwise_with_gw_hp", "tensorwise")
+PARTS = ("matrices", "MLP", "layer")
+
+
+def fp8(
+    device: str = "cuda",
+    model: str = "llama3-8b",
+    tokens: int = 32_768,
+    repeats: int = 20,
+    compiled: bool = True,
+    seed: int = 0,
+) -> dict[tuple[str, str], float]:
+    """Milliseconds of forward and backward, by part and recipe; "none" is bf16."""
+    torch.manual_seed(seed)
+    config = get_config(model)
+    plan = flexcp.plan(masks.causal(), tokens, 1, device=device)
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    for recipe in RECIPES:
+        layer = Layer(config).to(device, torch.bfloat16)
+        for param in layer.parameters():
+            nn.init.trunc_normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
+        convert([layer], recipe, device)
+        make = torch.compile if compiled else lambda function: function
+        runs["matrices", recipe] = _matrices(layer, tokens, make)
+        runs["MLP", recipe] = _run(make(layer.mlp), layer, _input(layer.mlp.gate_proj, tokens))
+        runs["layer", recipe] = _run(_whole(layer, config, plan, make), layer, _input(layer.mlp.gate_proj, tokens))
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    with flexcp.context_parallel(plan):
+        for repeat in range(repeats + 2):
+            for key, run in runs.items():
+                ms = _time_ms(run, device)
+                if repeat >= 2:  # the first compile, the second settles
+                    times[key].append(ms)
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    _show(medians, config, tokens, device)
+    return medians
+
+
+def _input(linear: nn.Linear, tokens: int) -> Tensor:
+    weight = linear.weight
+    return torch.randn(1, tokens, linear.in_features, dtype=weight.dtype, device=weight.device, requires_grad=True)
+
+
+def _run(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> Callable[[], None]:
+    """One forward and backward that leaves no gradient behind."""
+    dy: list[Tensor] = []
+
+    def run() -> None:
+        y = function(x)
+        if not dy:
+            dy.append(torch.randn_like(y))
+        y.backward(dy[0])
+        x.grad = None
+        for param in module.parameters():
+            param.grad = None
+
+    return run
+
+
+def _matrices(layer: Layer, tokens: int, make: Callable) -> Callable[[], None]:
+    """The seven products of a layer, one after the other, with nothing between them."""
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    inputs = {linear.in_features: _input(linear, tokens) for linear in linears}
+    runs = [_run(make(linear), linear, inputs[linear.in_features]) for linear in linears]
+
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
+def _whole(layer: Layer, config, plan: flexcp.Plan, make: Callable) -> Callable[[Tensor], Tensor]:
+    """The layer compiled around attention, which runs through flexcp."""
+    cos, sin = rope_table(plan.positions, config.head_dim, config.rope_theta, torch.bfloat16)
+    before, after = make(layer.before_attention), make(layer.after_attention)
+
+    def run(x: Tensor) -> Tensor:
+        q, k, v = before(x, cos, sin)
+        out = flex_attention(q, k, v, block_mask=plan.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        return after(x, out.transpose(1, 2).flatten(2))
+
+    return run
+
+
+def _time_ms(run: Callable[[], None], device: str) -> float:
+    if device == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _show(medians: dict[tuple[str, str], float], config, tokens: int, device: str) -> None:
+    attention = config.dim * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    mlp = 3 * config.dim * config.ffn_dim
+    # Causal: half of the pairs; backward has five products where forward has two.
+    pairs = 7 * tokens * tokens * config.num_heads * config.head_dim
+    flops = {"matrices": 6 * tokens * (attention + mlp), "MLP": 6 * tokens * mlp}
+    flops["layer"] = flops["matrices"] + pairs
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, emulated"
+    table = Table(title=f"{tokens:,} tokens, forward + backward, {name}, torch {torch.__version__}")
+    for column in ("part", "recipe", "ms", "TFLOP/s", "times bf16"):
+        table.add_column(column, justify="left" if column in ("part", "recipe") else "right")
+    for part in PARTS:
+        for recipe in RECIPES:
+            ms = medians[part, recipe]
+            rate = flops[part] / ms / 1e9
+            ratio = medians[part, "none"] / ms
+            table.add_row(part, recipe.replace("none", "bf16"), f"{ms:.2f}", f"{rate:.0f}", f"{ratio:.2f}")
+    Console(width=100).print(table)
