@@ -16,7 +16,15 @@ from flexcp.config import TrainConfig
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-FLAGS_OF_OTHERS = {"--help", "--nproc-per-node"}
+FLAGS_OF_OTHERS = {
+    "--help",
+    "--nproc-per-node",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-id",
+    "--rdzv-endpoint",
+}  # torchrun
+FLAGS_OF_OTHERS |= {"--nodes", "--gpus-per-node"}  # sbatch
 
 
 def run(argv: list, cwd: Path) -> str:
@@ -44,7 +52,7 @@ def test_the_programs_run_and_the_number_of_ranks_does_not_matter(tmp_path: Path
 def test_flags_exist() -> None:
     known = {"--" + field.name.replace("_", "-") for field in fields(TrainConfig)} | FLAGS_OF_OTHERS
     commands = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL))
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", commands)) | set(re.findall(r"`(--[a-z-]+)", TEXT))
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", commands)) | set(re.findall(r"`(--[a-z0-9-]+)", TEXT))
     assert mentioned
     assert mentioned <= known
 
