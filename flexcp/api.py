@@ -61,10 +61,10 @@ def plan(
         balance: "contiguous", "head_tail", "per_document" (head_tail within every document), "ptrr", "min_heap",
             "affinity" (chunks that see the same keys together, as far as balance allows), or "auto": of all these the
             one whose slowest rank, at the larger of computation and communication, is the fastest.
-        comm: "gather", "ring", "exchange" (only the blocks that the mask needs), or "auto": exchange where it moves
-            clearly less than gather. "ulysses": ranks swap rows for heads, and each computes some heads of the whole
-            sequence. "ulysses+gather", "ulysses+ring", "ulysses+exchange": runs of ranks share the heads, and keys move
-            between these as the second word says.
+        comm: "gather", "ring", "exchange" (only the blocks that the mask needs). "ulysses": ranks swap rows for heads,
+            and each computes some heads of the whole sequence. "ulysses+gather", "ulysses+ring", "ulysses+exchange":
+            runs of ranks share the heads, and keys move between these as the second word says. "auto": exchange where
+            it moves clearly less than gather, and ulysses where `cost` tells the heads and it is clearly faster.
         head_groups: into how many groups of KV heads gather and exchange divide their work, so that the keys of the
             next group arrive while one is computed; None: as many as the cost model finds best, or 1 where both layout
             and comm are named. A number that does not divide the model's KV heads counts as its greatest divisor in
@@ -72,7 +72,8 @@ def plan(
         ulysses: how many consecutive ranks share the heads, for a comm that begins with ulysses, which it makes of
             "auto"; None: the mesh's dimension of that name, all ranks for "ulysses", and for the others the greatest
             divisor of cp_size below itself that divides the KV heads of `cost`.
-        cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates.
+        cost: what "auto" compares by; None: one layer of Llama3-8B at nominal rates. With several masks its shape may
+            be a tuple, one for each: layers of different heads, head_dim and number.
         like: the plan of an earlier step over the same length and group, for a mask that changes from step to step
             (packed documents): kind of communication, head groups and the size of a stage stay its own, so that no
             shape changes. What does not fit into a stage of exchange makes a second one of the same size.
@@ -103,11 +104,12 @@ def plan(
             if comm == "auto":
                 comm, ulysses = like.comm, ulysses or like.ulysses
         model = cost or CostModel()
-        ulysses = ulysses_ranks(comm, ulysses or ranks.ulysses, size, model.shape.num_kv_heads)
+        shares_named = bool(ulysses or ranks.ulysses)
+        ulysses = ulysses_ranks(comm, ulysses or ranks.ulysses, size, model.one.num_kv_heads)
         sources = {name: block_source(one, seq_len, blocks, batch, heads, device) for name, one in masks.items()}
-        known_heads = [source.heads for source in sources.values() if source.heads > 1]
-        for number in known_heads if cost is None else [*known_heads, cost.shape.num_heads]:
-            check_heads(number, ulysses)
+        for source, shape in zip(sources.values(), model.shapes(len(sources))):
+            for number in {source.heads, 1 if cost is None else shape.num_heads} - {1}:
+                check_heads(number, ulysses)
         sizes = {source.block_size for source in sources.values()}
         if len(sizes) > 1:
             raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
@@ -128,17 +130,13 @@ def plan(
     agree(link, asked, device)
     with others_are_told(link, device):
         shared = _Shared(None if link is None or link.simulated else link, size, device)
-        layout, kind, groups = balancing.choose(
-            balance,
-            planner.of_stages(comm),
-            seq_len,
-            size // ulysses,
-            sizes.pop(),
-            lambda: [shared.table(source) for source in sources.values()],
-            model,
-            head_groups,
-            ulysses,
-        )
+        tables = lambda: [shared.table(source) for source in sources.values()]  # noqa: E731
+        choice = seq_len, size, sizes.pop(), tables, model, head_groups
+        if comm == "auto" and cost is not None and not shares_named and size > 1:
+            layout, kind, groups, ulysses = balancing.choose_sharing(balance, *choice)
+        else:
+            few, kind = size // ulysses, planner.of_stages(comm)
+            layout, kind, groups = balancing.choose(balance, kind, seq_len, few, *choice[2:], ulysses)
         if kind != "gather" and layout.cp_size > 1:
             for source in sources.values():
                 shared.table(source)
@@ -156,8 +154,8 @@ def plan(
             )
             for name, source in sources.items()
         }
-        tables = [table_digest(table) for table in shared.tables] if link is not None and size > 1 else []
-        derived = {"classes of blocks": tables, "layout": layout, "comm": kind, "head_groups": groups}
+        digests = [table_digest(table) for table in shared.tables] if link is not None and size > 1 else []
+        derived = {"classes of blocks": digests, "layout": layout, "comm": kind, "head_groups": groups}
     agree(link, derived, device)
     if link is not None:
         if ulysses > 1:

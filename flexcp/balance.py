@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -74,20 +75,48 @@ def choose(
     # The traffic of exchange decides the layout where the kind is open, as it is never more than that of gather.
     kind = "exchange" if comm == "auto" else comm
     if balance == "auto":
-        layouts = candidates(seq_len, cp_size, align, seen)
+        layouts = candidates(seq_len, cp_size, align, seen, work_weights(seen, model))
         # A new mask must not change the shapes.
         least = min(layout.local_len for layout in layouts)
         shortest = [layout for layout in layouts if layout.local_len == least]
         fastest = best([evaluate(layout, kind, seen, model, ulysses) for layout in shortest])
         layout = improved(fastest, align, seen, model, ulysses)
     else:
-        layout = make(balance, seq_len, cp_size, align, seen)
+        layout = make(balance, seq_len, cp_size, align, seen, work_weights(seen, model))
     if comm == "auto":
         moved = {kind: evaluate(layout, kind, seen, model).kv_rows.max() for kind in ("exchange", "gather")}
         comm = "exchange" if moved["exchange"] < _CLEARLY_LESS * moved["gather"] else "gather"
     if head_groups is None:
         head_groups = 1 if comm == "ring" else model.head_groups(evaluate(layout, comm, seen, model, ulysses).cost)
     return layout, comm, head_groups
+
+
+def choose_sharing(
+    balance: str,
+    seq_len: int,
+    cp_size: int,
+    block_size: tuple[int, int],
+    tables: Callable[[], Sequence[Table]],
+    model: CostModel,
+    head_groups: int | None = None,
+) -> tuple[Layout, str, int, int]:
+    """As `choose` for comm "auto", and how many ranks share the heads: more than 1 where that is clearly faster.
+
+    To be asked only where the heads are known. What ulysses swaps hides behind nothing, so it must save more than that.
+    """
+    shapes = model.shapes(len(tables()))
+    fitting = [n for n in range(2, cp_size + 1) if cp_size % n == 0 and all(s.num_heads % n == 0 for s in shapes)]
+    # Few are tried: all ranks, and as many as there are KV heads for.
+    most = max((n for n in fitting if model.one.num_kv_heads % n == 0 and n < cp_size), default=1)
+    chosen, fastest = None, math.inf
+    for ulysses in sorted({1, most, *fitting[-1:]}):
+        found = choose(balance, "auto", seq_len, cp_size // ulysses, block_size, tables, model, head_groups, ulysses)
+        cost = evaluate(*found[:2], tables(), model, ulysses).cost
+        taken = (cost.forward_s + cost.backward_s) / (_CLEARLY_LESS if ulysses > 1 else 1)
+        if taken < fastest:
+            chosen, fastest = (*found, ulysses), taken
+    assert chosen is not None
+    return chosen
 
 
 def best(some: Sequence[Candidate]) -> Candidate:
@@ -106,49 +135,67 @@ def improved(start: Candidate, align: int, tables: Sequence[Table], model: CostM
     bound_s = cost.compute_s.mean() + cost.switch_s  # no layout's slowest rank is faster
     if start.comm != "exchange" or cost.forward_s <= bound_s * _SAME_TIME or layout.chunk_size % size:
         return layout
-    chunks = placement.chunks_of(tables, layout.seq_len, cp, size)
+    chunks = placement.chunks_of(tables, layout.seq_len, cp, size, work_weights(tables, model))
     if len(chunks.work) * size != layout.padded_len:
         return layout
     work_s = cost.compute_s.sum() / max(1, chunks.work.sum())
-    rows = size * max(1, model.shape.num_kv_heads // ulysses)
-    chunk_s = float(model.cost(np.zeros(cp), np.full(cp, rows), ulysses).comm_s[0])
+    # Masks whose keys differ in size count by their mean.
+    nothing, shapes = np.zeros(cp), model.shapes(len(tables))
+    rows = [np.full(cp, size * max(1, shape.num_kv_heads // ulysses)) for shape in shapes]
+    costs = [model.of(s).cost(nothing, some, ulysses).comm_s[0] * s.layers for s, some in zip(shapes, rows)]
+    chunk_s = float(np.mean(costs))
     swapped = search.least_time(chunks, layout, work_s, chunk_s)
     return min(start, evaluate(swapped, start.comm, tables, model, ulysses), key=lambda one: one.cost.forward_s).layout
 
 
-def make(balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> Layout:
-    """The named layout."""
+def make(
+    balance: str, seq_len: int, cp_size: int, align: int, tables: Sequence[Table], weights: Sequence[int] | None = None
+) -> Layout:
+    """The named layout; weights: see `work_weights`, None: equal ones."""
     if balance in LAYOUTS:
         return LAYOUTS[balance](seq_len, cp_size, align)
     if balance == "ptrr":
-        return placement.ptrr(tables, seq_len, cp_size, align)
-    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
+        return placement.ptrr(tables, seq_len, cp_size, align, weights)
+    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align), weights)
     if balance == "affinity":
         most = int(chunks.work.sum() / cp_size * (1 + _AFFINITY_SLACK))
         return search.least_traffic(chunks, placement.affinity(chunks, _AFFINITY_SLACK), most)
     return {"per_document": placement.per_document, "min_heap": placement.min_heap}[balance](chunks)
 
 
-def candidates(seq_len: int, cp_size: int, align: int, tables: Sequence[Table]) -> list[Layout]:
+def candidates(
+    seq_len: int, cp_size: int, align: int, tables: Sequence[Table], weights: Sequence[int] | None = None
+) -> list[Layout]:
     """Every layout that "auto" compares, simple ones first: of equals the first is taken."""
-    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align))
+    chunks = placement.chunks_of(tables, seq_len, cp_size, placement.fine_chunk(seq_len, cp_size, align), weights)
     layouts = [make(seq_len, cp_size, align) for make in LAYOUTS.values()]
     layouts += [placement.per_document(chunks), placement.min_heap(chunks)]
     layouts += [placement.affinity(chunks, slack) for slack in _SLACKS]
-    return [*layouts, placement.ptrr(tables, seq_len, cp_size, align)]
+    return [*layouts, placement.ptrr(tables, seq_len, cp_size, align, weights)]
 
 
 def evaluate(layout: Layout, comm: str, tables: Sequence[Table], model: CostModel, ulysses: int = 1) -> Candidate:
     """Counts what each rank computes and receives, exactly; of ranks that share heads, their mean."""
     pairs, rows = np.zeros(layout.cp_size, dtype=np.int64), np.zeros(layout.cp_size, dtype=np.int64)
-    groups = model.shape.num_kv_heads
-    for table in tables:
-        share = model.shape.num_heads // math.gcd(table.heads, model.shape.num_heads)
-        pairs += rank_work(layout, table) * max(1, share)
-        rows += kv_rows(layout, comm, table, groups)
-    pairs, rows = pairs // ulysses, rows * max(1, groups // ulysses) // groups
-    switched_rows = len(tables) * layout.local_len // ulysses
-    return Candidate(layout, comm, pairs, rows, model.cost(pairs, rows, ulysses, switched_rows))
+    costs = []
+    for table, shape in zip(tables, model.shapes(len(tables))):
+        heads, groups = shape.num_heads, shape.num_kv_heads
+        of_mask = rank_work(layout, table) * max(1, heads // math.gcd(table.heads, heads)) // ulysses
+        arriving = kv_rows(layout, comm, table, groups) * max(1, groups // ulysses) // groups
+        cost = model.of(shape).cost(of_mask, arriving, ulysses, layout.local_len // ulysses)
+        costs.append(cost.times(shape.layers))
+        pairs, rows = pairs + of_mask, rows + arriving
+    return Candidate(layout, comm, pairs, rows, reduce(Cost.plus, costs))
+
+
+def work_weights(tables: Sequence[Table], model: CostModel) -> list[int]:
+    """What a block of each mask costs, in whole numbers: the heads that a count does not count, head_dim, layers."""
+    weights = [
+        max(1, shape.num_heads // math.gcd(table.heads, shape.num_heads)) * shape.head_dim * shape.layers
+        for table, shape in zip(tables, model.shapes(len(tables)))
+    ]
+    common = math.gcd(*weights)
+    return [weight // common for weight in weights]
 
 
 def rank_work(layout: Layout, table: Table) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class Shape:
         num_heads, num_kv_heads: H and G.
         head_dim: D, of keys and of values.
         element_bytes: of q, k and v.
+        layers: how many layers there are of this kind.
     """
 
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     element_bytes: int = 2
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Cost:
         kv_bytes: float64 [cp_size], bytes of keys and values that each rank receives.
         compute_s, comm_s: float64 [cp_size], seconds forward.
         backward_compute_s, backward_comm_s: float64 [cp_size].
+        switched_bytes: of queries, keys, values and outputs that a rank receives forward where ranks share heads.
         switch_s, backward_switch_s: seconds in which ulysses swaps rows for heads and back; nothing hides them.
     """
 
@@ -79,8 +82,17 @@ class Cost:
     comm_s: np.ndarray
     backward_compute_s: np.ndarray
     backward_comm_s: np.ndarray
+    switched_bytes: float = 0.0
     switch_s: float = 0.0
     backward_switch_s: float = 0.0
+
+    def times(self, layers: int) -> Cost:
+        """Of so many layers."""
+        return Cost(*(getattr(self, f.name) * layers for f in fields(self)))
+
+    def plus(self, other: Cost) -> Cost:
+        """Of these layers and those."""
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def forward_s(self) -> float:
@@ -96,6 +108,10 @@ class Cost:
 class CostModel:
     """Turns work and traffic into seconds.
 
+    Attributes:
+        shape: of the layers' attention; for a plan of several masks, a tuple of one for each, in their order, or one.
+        device: rates.
+
     >>> model = CostModel(Shape(num_heads=1, num_kv_heads=1), Device(forward_tflops=500.0, link_gb_s=45.0))
     >>> cost = model.cost(np.array([1e9, 1e9]), np.array([4e6, 0.0]))
     >>> cost.flops.tolist()
@@ -104,12 +120,35 @@ class CostModel:
     4.551
     """
 
-    shape: Shape = Shape()
+    shape: Shape | tuple[Shape, ...] = Shape()
     device: Device = Device()
+
+    def shapes(self, masks: int) -> tuple[Shape, ...]:
+        """The shape of each of so many masks.
+
+        Raises:
+            ValueError: there are shapes for another number of masks.
+        """
+        if not isinstance(self.shape, tuple):
+            return (self.shape,) * masks
+        if len(self.shape) != masks:
+            raise ValueError(
+                f"cost has {len(self.shape)} shapes, but the plan has {masks} masks; give one for each, in order"
+            )
+        return self.shape
+
+    @property
+    def one(self) -> Shape:
+        """The shape, or the first of several."""
+        return self.shape[0] if isinstance(self.shape, tuple) else self.shape
+
+    def of(self, shape: Shape) -> CostModel:
+        """The model of layers of this shape alone."""
+        return replace(self, shape=shape)
 
     def kv_row_bytes(self, itemsize: int | None = None) -> int:
         """Bytes of the keys and values of one token in one KV head."""
-        return 2 * self.shape.head_dim * (itemsize or self.shape.element_bytes)
+        return 2 * self.one.head_dim * (itemsize or self.one.element_bytes)
 
     def cost(self, pairs: np.ndarray, kv_rows: np.ndarray, ulysses: int = 1, switched_rows: int = 0) -> Cost:
         """Args:
@@ -118,17 +157,17 @@ class CostModel:
         ulysses: ranks that share the heads.
         switched_rows: local rows of a rank, over all masks, which it swaps for heads.
         """
-        flops = pairs.astype(np.float64) * self.shape.head_dim
+        flops = pairs.astype(np.float64) * self.one.head_dim
         kv_bytes = kv_rows.astype(np.float64) * self.kv_row_bytes()
         gradient_bytes = kv_rows.astype(np.float64) * self.kv_row_bytes(_GRADIENT_BYTES)
         rate = self.device.bytes_per_s(len(pairs) * ulysses)
         latency_s = self.device.latency_us * 1e-6 * (kv_rows.max() > 0)
-        q_bytes, kv_row_bytes, gradient_row_bytes = (
+        q_bytes, swapped_kv_bytes, swapped_gradient_bytes = (
             switched_rows * heads * row * (ulysses - 1) / ulysses
             for heads, row in (
-                (self.shape.num_heads, self.shape.head_dim * self.shape.element_bytes),
-                (max(self.shape.num_kv_heads, ulysses), self.kv_row_bytes()),
-                (max(self.shape.num_kv_heads, ulysses), self.kv_row_bytes(_GRADIENT_BYTES)),
+                (self.one.num_heads, self.one.head_dim * self.one.element_bytes),
+                (max(self.one.num_kv_heads, ulysses), self.kv_row_bytes()),
+                (max(self.one.num_kv_heads, ulysses), self.kv_row_bytes(_GRADIENT_BYTES)),
             )
         )
         switches = self.device.latency_us * 1e-6 * (ulysses > 1)
@@ -139,8 +178,9 @@ class CostModel:
             kv_bytes / rate + latency_s,
             flops * _BACKWARD_FLOPS / (self.device.backward_tflops * 1e12),
             (kv_bytes + gradient_bytes) / rate + 2 * latency_s,
-            (2 * q_bytes + kv_row_bytes) / rate + 2 * switches,  # q and out
-            (4 * q_bytes + kv_row_bytes + gradient_row_bytes) / rate + 2 * switches,  # q, out, dout and dq
+            2 * q_bytes + swapped_kv_bytes,
+            (2 * q_bytes + swapped_kv_bytes) / rate + 2 * switches,  # q and out
+            (4 * q_bytes + swapped_kv_bytes + swapped_gradient_bytes) / rate + 2 * switches,  # q, out, dout and dq
         )
 
     def head_groups(self, cost: Cost) -> int:
@@ -150,7 +190,7 @@ class CostModel:
         """
         shorter = float(np.minimum(cost.compute_s, cost.comm_s).max())
         launch_s = max(self.device.latency_us, _LEAST_LATENCY_US) * 1e-6
-        divisors = [n for n in range(1, self.shape.num_kv_heads + 1) if self.shape.num_kv_heads % n == 0]
+        divisors = [n for n in range(1, self.one.num_kv_heads + 1) if self.one.num_kv_heads % n == 0]
         return min(divisors, key=lambda n: shorter / n + n * launch_s)
 
 

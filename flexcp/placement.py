@@ -57,7 +57,9 @@ def fine_chunk(seq_len: int, cp_size: int, align: int) -> int:
     return align * next((size for size in range(wanted, 2 * wanted + 1) if blocks % size == 0), wanted)
 
 
-def chunks_of(tables: Sequence[Table], seq_len: int, cp_size: int, size: int) -> Chunks:
+def chunks_of(
+    tables: Sequence[Table], seq_len: int, cp_size: int, size: int, weights: Sequence[int] | None = None
+) -> Chunks:
     """Sums and unites the tables' blocks over chunks of `size` tokens."""
     n = -(-seq_len // (cp_size * size)) * cp_size
     needs = []
@@ -70,17 +72,16 @@ def chunks_of(tables: Sequence[Table], seq_len: int, cp_size: int, size: int) ->
         seen = np.zeros((n, n * kv_blocks), dtype=bool)
         seen[:, : table.num_keys] = np.unpackbits(rows, axis=-1, count=table.num_keys)
         needs.append(np.logical_or.reduce(seen.reshape(n, n, kv_blocks), axis=2))
-    return Chunks(seq_len, size, cp_size, work_of(tables, n, size), np.stack(needs, axis=1))
+    return Chunks(seq_len, size, cp_size, work_of(tables, n, size, weights), np.stack(needs, axis=1))
 
 
-def work_of(tables: Sequence[Table], num_chunks: int, size: int) -> np.ndarray:
-    """Blocks that each chunk's queries see, over all masks and the heads that any of them distinguishes: int64 [n]."""
+def work_of(tables: Sequence[Table], num_chunks: int, size: int, weights: Sequence[int] | None = None) -> np.ndarray:
+    """Blocks that each chunk's queries see, over all masks, each counted `weights` times: int64 [num_chunks]."""
     work = np.zeros(num_chunks, dtype=np.int64)
-    heads = max(table.heads for table in tables)
-    for table in tables:
+    for table, weight in zip(tables, weights or [1] * len(tables)):
         counts = np.zeros(num_chunks * (size // table.block_size[0]), dtype=np.int64)
-        counts[: len(table.counts)] = table.counts * (heads // table.heads)
-        work += counts.reshape(num_chunks, -1).sum(axis=1)
+        counts[: len(table.counts)] = table.counts
+        work += weight * counts.reshape(num_chunks, -1).sum(axis=1)
     return work
 
 
@@ -124,10 +125,12 @@ def per_document(chunks: Chunks) -> Layout:
     return chunks.layout("per_document", _heaped(chunks, rest, owners))
 
 
-def ptrr(tables: Sequence[Table], seq_len: int, cp_size: int, size: int) -> Layout:
+def ptrr(
+    tables: Sequence[Table], seq_len: int, cp_size: int, size: int, weights: Sequence[int] | None = None
+) -> Layout:
     """Round robin by processing time: chunks of `size` tokens, sorted by work, dealt forth and back."""
     n = -(-seq_len // (cp_size * size)) * cp_size
-    order = np.argsort(-work_of(tables, n, size), kind="stable").reshape(-1, cp_size)
+    order = np.argsort(-work_of(tables, n, size, weights), kind="stable").reshape(-1, cp_size)
     order[1::2] = order[1::2, ::-1]
     owned = tuple(tuple(mine) for mine in np.sort(order, axis=0).T.tolist())
     return Layout("ptrr", seq_len, size, owned)

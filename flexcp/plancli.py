@@ -6,12 +6,13 @@ flexcp.plan --mask "causal & document:lengths.txt" --seq-len 1M --cp 8 --model l
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor
 from flexcp import balance, cost, masks
 from flexcp.blockmask import block_source
 from flexcp.errors import UserError
+from flexcp.group import ulysses_ranks
+from flexcp.layout import Layout, contiguous
 from flexcp.models import get_config
-from flexcp.planner import KINDS
+from flexcp.planner import KINDS, named, of_stages
 from flexcp.table import Table, table_of
 from flexcp.usermask import load_mask
 
@@ -86,13 +89,13 @@ def make_report(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     blocks = args.block_size, args.block_size
     tables = [table_of(source_of(mask, seq_len, blocks, config.num_heads), torch.device("cpu")) for mask in made]
-    layout, comm, groups = balance.choose("auto", "auto", seq_len, args.cp, blocks, lambda: tables, model)
+    layout, kind, groups, sharing = balance.choose_sharing("auto", seq_len, args.cp, blocks, lambda: tables, model)
     planning_s = time.perf_counter() - start
+    chosen = layout, named(kind, sharing, args.cp)
     rows = []
-    for candidate in balance.candidates(seq_len, args.cp, args.block_size, tables):
-        for kind in KINDS:
-            rows.append(_row(balance.evaluate(candidate, kind, tables, model), tables, model))
-            rows[-1]["chosen"] = (candidate, kind) == (layout, comm)
+    for one, comm, ulysses in every_plan(seq_len, args.cp, args.block_size, tables, model, chosen[0]):
+        row = _row(balance.evaluate(one, of_stages(comm), tables, model, ulysses), tables, model, ulysses)
+        rows.append(row | {"comm": comm, "chosen": (one, comm) == chosen})
     return {
         "mask": args.mask,
         "seq_len": seq_len,
@@ -105,24 +108,48 @@ def make_report(args: argparse.Namespace) -> dict:
         "backward_tflops": model.device.backward_tflops,
         "link_gb_s": model.device.bytes_per_s(args.cp) / 1e9,
         "planning_s": planning_s,
-        "chosen": {"layout": layout.name, "comm": comm, "head_groups": groups},
+        "chosen": {"layout": layout.name, "comm": chosen[1], "head_groups": groups, "ulysses": sharing},
         "plans": rows,
         "_mask": made[0],
-        "_layout": layout,
+        "_layout": layout.divided(sharing),
     }
 
 
-def _row(candidate: balance.Candidate, tables: Sequence[Table], model: cost.CostModel) -> dict:
-    heads, layout = model.shape.num_kv_heads, candidate.layout
+def every_plan(
+    seq_len: int, cp: int, block_size: int, tables: Sequence[Table], model: cost.CostModel, chosen: Layout
+) -> Iterator[tuple[Layout, str, int]]:
+    """Layout, comm and ranks that share heads: none, all, and as many as by default beside another kind."""
+    weights = balance.work_weights(tables, model)
+    shared = ulysses_ranks("ulysses+gather", None, cp, model.one.num_kv_heads)
+    for ulysses in sorted({1, shared, cp}):
+        few, align = cp // ulysses, math.lcm(block_size, ulysses)
+        if model.one.num_heads % ulysses:
+            continue
+        if few == 1 < cp:
+            yield contiguous(seq_len, 1, align), "ulysses", ulysses
+            continue
+        layouts = balance.candidates(seq_len, few, align, tables, weights)
+        if chosen.cp_size == few and chosen not in layouts:
+            layouts.append(chosen)
+        for layout, kind in itertools.product(layouts, KINDS):
+            yield layout, named(kind, ulysses, cp), ulysses
+
+
+def _row(candidate: balance.Candidate, tables: Sequence[Table], model: cost.CostModel, ulysses: int) -> dict:
+    heads, layout = model.one.num_kv_heads, candidate.layout
     whole = max(1, layout.seq_len * heads * len(tables))
+    local_heads = max(1, heads // ulysses)
+    # Beside what its stages receive: with ulysses, the other ranks' rows of its own heads.
+    swapped = layout.local_len * (ulysses - 1) // ulysses * local_heads
+    buffer = balance.buffer_rows(layout, candidate.comm, tables, heads) if layout.cp_size > 1 else 0
     return {
         "layout": layout.name,
-        "comm": candidate.comm,
+        "ulysses": ulysses,
         "work_max_over_mean": float(candidate.pairs.max() / max(1.0, candidate.pairs.mean())),
-        "received_bytes_max": int(candidate.cost.kv_bytes.max()),
-        "received_bytes_mean": float(candidate.cost.kv_bytes.mean()),
-        "fraction_of_all_kv": float(candidate.kv_rows.mean() / whole),
-        "kv_buffer_bytes": balance.buffer_rows(layout, candidate.comm, tables, heads) * model.kv_row_bytes(),
+        "received_bytes_max": int(candidate.cost.kv_bytes.max() + candidate.cost.switched_bytes),
+        "received_bytes_mean": float(candidate.cost.kv_bytes.mean() + candidate.cost.switched_bytes),
+        "fraction_of_all_kv": float((candidate.kv_rows.mean() + swapped * len(tables)) / whole),
+        "kv_buffer_bytes": (buffer * local_heads // heads + swapped) * model.kv_row_bytes(),
         "forward_ms": candidate.cost.forward_s * 1e3,
         "backward_ms": candidate.cost.backward_s * 1e3,
     }

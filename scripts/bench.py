@@ -3,6 +3,7 @@
 scripts/bench blockmask [--device cuda]    one rank's BlockMask, at growing lengths
 scripts/bench attention                    one GPU stands for each rank in turn (bench_attention.py)
 scripts/bench fp8                          a layer's products in bf16 and fp8 (bench_fp8.py)
+scripts/bench plan                         how long planning takes, and what layouts cost (bench_plan.py)
 """
 
 import multiprocessing as mp
@@ -13,6 +14,7 @@ import torch
 import tyro
 from bench_attention import attention
 from bench_fp8 import fp8
+from bench_plan import plan
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -106,4 +108,5 @@ def blockmask(device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"blockmask": blockmask, "attention": attention, "fp8": fp8})
+    commands = {"blockmask": blockmask, "attention": attention, "fp8": fp8, "plan": plan}
+    tyro.extras.subcommand_cli_from_dict(commands)

@@ -61,11 +61,12 @@ def test_gather_is_one_collective_each_way(ranks) -> None:
             assert counted["collective_calls"] == (2 if backward else 1)
 
 
-def exchanged(mask_name: str, balance: str) -> list[int]:
+def exchanged(mask_name: str, balance: str, head_groups: int) -> list[int]:
     """Bytes that this rank sends forward and backward; and what brute force over all pairs says of both."""
     mask, more = matrix.flexcp_mask(mask_name, S)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    plan = flexcp.plan(mask, S, mesh, comm="exchange", balance=balance, block_size=64, **more)
+    keywords = {"comm": "exchange", "balance": balance, "block_size": 64, "head_groups": head_groups}
+    plan = flexcp.plan(mask, S, mesh, **keywords, **more)
     batch = more.get("batch", 1)
     q, k, v = (
         torch.randn(batch, h, plan.local_len, D, dtype=torch.bfloat16, requires_grad=True)
@@ -91,11 +92,44 @@ def exchanged(mask_name: str, balance: str) -> list[int]:
     return [*sent, out_pairs * row * 2, out_pairs * row * 2 + in_pairs * row * 4]
 
 
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("balance", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("mask_name", ["causal", "window", "document", "per_head", "per_batch", "dead_rows"])
-def test_exchange_sends_the_needed_blocks_of_each_kv_head_and_nothing_else(ranks, mask_name: str, balance: str) -> None:
-    for forward, backward, expected_forward, expected_backward in ranks(4).run(exchanged, mask_name, balance):
+def test_exchange_sends_the_needed_blocks_of_each_kv_head_and_nothing_else(
+    ranks, mask_name: str, balance: str, head_groups: int
+) -> None:
+    for forward, backward, expected_forward, expected_backward in ranks(4).run(
+        exchanged, mask_name, balance, head_groups
+    ):
         assert (forward, backward) == (expected_forward, expected_backward)
+
+
+def swapped(num_kv_heads: int) -> tuple[int, int]:
+    """Bytes that this rank sends forward and backward under ulysses on 4 ranks, each with one of 4 query heads."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    plan = flexcp.plan(masks.causal(), S, mesh, comm="ulysses")
+    q, k, v = (
+        torch.randn(1, h, plan.local_len, D, dtype=torch.bfloat16, requires_grad=True)
+        for h in (HEADS, num_kv_heads, num_kv_heads)
+    )
+    with flexcp.context_parallel(plan):
+        plan.link.counters.clear()
+        out = flex_attention(q, k, v, block_mask=plan.block_mask, enable_gqa=True)
+        forward = plan.link.counters.collective_bytes
+        plan.link.counters.clear()
+        out.sum().backward()
+    return forward, plan.link.counters.collective_bytes
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_ulysses_sends_each_head_to_the_rank_that_computes_it(ranks, num_kv_heads: int) -> None:
+    row, lse = D * 2, 4  # of one head and token: bf16, and fp32
+    rows = 3 * (S // 4)  # for three other ranks: one query head, and the KV head that it reads
+    forward = rows * (3 * row + row + lse)  # q, k, v; out and lse
+    # Gradients of a KV head that several ranks computed with are added up, and travel in fp32.
+    gradients = row + 2 * row * (1 if num_kv_heads == 4 else 2)
+    backward = rows * (5 * row + lse + gradients)  # q, k, v, out, dout, lse; dq, dk, dv
+    assert ranks(4).run(swapped, num_kv_heads) == [(forward, backward)] * 4
 
 
 def silent_exchange() -> int:

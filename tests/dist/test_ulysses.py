@@ -70,3 +70,37 @@ def test_heads_keep_their_global_index_and_every_gradient_is_exact(ranks, heads,
     size = torch.Size(mesh).numel()
     for gap in ranks(size).run(gaps, heads, groups, mesh, comm, head_groups):
         assert max(gap) < 1e-10
+
+
+def sentence(**keywords) -> str:
+    try:
+        flexcp.plan(**({"mask": masks.causal(), "seq_len": 512, "mesh": 4} | keywords))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_wrong_uses_get_a_sentence() -> None:
+    assert "ulysses=3 ranks are to share the heads, but do not divide" in sentence(comm="ulysses+ring", ulysses=3)
+    assert "pass comm='ulysses+ring'" in sentence(comm="ring", ulysses=2)
+    assert "among all 4 ranks, but ulysses=2" in sentence(comm="ulysses", ulysses=2)
+    assert "6 query heads cannot be shared evenly by the 4 ranks" in sentence(mask=by_head, heads=6, comm="ulysses")
+    assert "ulysses is a whole number, at least 1" in sentence(ulysses=0)
+    plan = flexcp.plan(masks.causal(), 512, 1, comm="ulysses")
+    assert (plan.comm, plan.ulysses) == ("ulysses", 1)
+
+
+def six_heads_on_four_ranks() -> str:
+    plan = flexcp.plan(masks.causal(), 512, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), comm="ulysses")
+    x = torch.randn(1, 6, plan.local_len, D)
+    try:
+        with flexcp.context_parallel(plan):
+            flex_attention(x, x, x, block_mask=plan.block_mask)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_heads_that_the_ranks_cannot_share_raise_on_every_rank(ranks) -> None:
+    said = "6 query heads cannot be shared evenly by the 4 ranks of ulysses; pass a ulysses= that divides them"
+    assert all(text.startswith(said) for text in ranks(4).run(six_heads_on_four_ranks))

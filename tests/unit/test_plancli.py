@@ -36,8 +36,8 @@ def test_every_layout_over_every_comm_and_the_choice_of_flexcp_plan(capsys, tmp_
     mask = f"causal & document:{tmp_path}/lengths.txt"
     told = plans(capsys, "--mask", mask, "--seq-len", "4096", "--cp", "2", "--model", "llama3-debug")
     names = {row["layout"].partition("(")[0] for row in told["plans"]}
-    assert names == {"contiguous", "head_tail", "per_document", "min_heap", "affinity", "ptrr"}
-    assert {row["comm"] for row in told["plans"]} == {"gather", "ring", "exchange"}
+    assert names - {"swapped"} == {"contiguous", "head_tail", "per_document", "min_heap", "affinity", "ptrr"}
+    assert {row["comm"] for row in told["plans"]} == {"gather", "ring", "exchange", "ulysses"}
     ids = plancli.read_documents(tmp_path / "lengths.txt", 4096)
     assert torch.bincount(ids).tolist() == [700, 41, 2000, 90, 700, 41, 524]
     both = masks.causal() & masks.document(ids)
@@ -47,7 +47,28 @@ def test_every_layout_over_every_comm_and_the_choice_of_flexcp_plan(capsys, tmp_
         "layout": plan.layout.name,
         "comm": plan.comm,
         "head_groups": plan.schedules["mask"].head_groups,
+        "ulysses": plan.ulysses,
     }
+
+
+def test_ulysses_figures_are_those_of_the_formula(capsys) -> None:
+    told = plans(capsys, "--mask", "causal", "--seq-len", "32K", "--cp", "16")
+    by = {(row["layout"], row["comm"]): row for row in told["plans"]}
+    assert {comm for _, comm in by if comm.startswith("ulysses")} == {
+        "ulysses",
+        "ulysses+gather",
+        "ulysses+ring",
+        "ulysses+exchange",
+    }
+    alone, both = by["contiguous", "ulysses"], by["head_tail", "ulysses+gather"]
+    row = 2 * 128  # bytes of one head's token
+    # 2048 rows on each of 15 others: 2 of 32 query heads and their out, and a KV head that two ranks share.
+    assert alone["received_bytes_max"] == 15 * 2048 * (2 * 2 + 2) * row
+    assert alone["work_max_over_mean"] == 1.0
+    # 8 ranks share heads: 7 others with 4 query heads; the other group's 8 x 2048 rows of one KV head.
+    assert both["ulysses"] == 8
+    assert both["received_bytes_max"] == (7 * 2048 * (2 * 4 + 2) + 8 * 2048 * 2) * row
+    assert both["fraction_of_all_kv"] == pytest.approx((7 + 8) * 2048 / (32768 * 8))
 
 
 def test_table_and_drawing(capsys, tmp_path: Path) -> None:
