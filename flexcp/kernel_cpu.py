@@ -6,6 +6,7 @@ complete and needs no running maximum; the scores of one tile are all that is ev
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,17 @@ class _Tile:
     hidden: Tensor | None
 
     def keys(self, x: Tensor) -> Tensor:
-        return x[:, :, self.columns]
+        """The rows of keys or values that the tile sees; those that no query sees as 0, whatever stands there."""
+        rows = x[:, :, self.columns]
+        return rows if self.unseen is None else rows.masked_fill(self.unseen[:, None], 0.0)
+
+    @cached_property
+    def unseen(self) -> Tensor | None:
+        """bool [columns]: keys hidden from all of the tile's queries, which share a block with others that are not."""
+        if self.hidden is None:
+            return None
+        unseen = self.hidden.all(2).flatten(0, 1).all(0)
+        return unseen if unseen.any() else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, stage: Stage, score: "Score", scale: float) -> tuple[Tensor, Tensor]:

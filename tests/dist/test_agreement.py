@@ -56,7 +56,7 @@ def test_a_disagreement_ends_all_ranks_with_the_rank_and_the_field(ranks, field:
 
 
 REFUSED = {  # what only rank 1 is given, and a part of the sentence that the others get
-    "name": ({"balance": "head_tial"}, "rank 1 of the group could not plan: ValueError: .*did you mean head_tail"),
+    "name": ({"balance": "head_tial"}, "did you mean head_tail"),
     "number": ({"seq_len": 0}, "seq_len is the number of tokens"),
     "no mask": ({"mask": 3}, "a mask is a mask_mod"),
     "like": ({"like": flexcp.plan(masks.causal(), 64, 3)}, "leave like out"),
@@ -78,7 +78,7 @@ def plan_what_one_rank_refuses(case: str) -> str:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_one_rank_refuses_ends_all_with_its_sentence(ranks, case: str) -> None:
     sentences = ranks(3).run(plan_what_one_rank_refuses, case)
-    assert re.search(REFUSED[case][1].rpartition(": .*")[2], sentences[1])
+    assert re.search(REFUSED[case][1], sentences[1])
     assert not sentences[1].startswith("PlanMismatch")
     for sentence in (sentences[0], sentences[2]):
         assert sentence.startswith("PlanMismatch: rank 1 of the group could not plan: ")

@@ -52,6 +52,34 @@ def test_a_score_of_another_dtype_is_taken_as_torch_takes_it() -> None:
     assert x.grad is not None
 
 
+def test_mixed_dtypes_are_refused() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    x = torch.randn(1, 1, 128, 16)
+    with flexcp.context_parallel(plan), pytest.raises(ValueError, match="cast them to one dtype"):
+        flex_attention(x, x, x.bfloat16(), block_mask=plan.block_mask)
+
+
+@pytest.mark.parametrize("comm", ["gather", "exchange"])
+def test_keys_that_nobody_sees_reach_no_row_whatever_they_hold(comm: str) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plan = flexcp.plan(lambda b, h, q, kv: (q >= kv) & (kv % 50 != 7), 200, 1, comm=comm)
+    good = [plan.shard(torch.randn(1, 2, 200, 16), dim=2) for _ in range(3)]
+    bad = [x.clone() for x in good]
+    for x in bad[1:]:
+        x[:, :, plan.positions[0] % 50 == 7] = torch.nan
+    results = []
+    for leaves in (good, bad):
+        leaves = [x.requires_grad_() for x in leaves]
+        with flexcp.context_parallel(plan):
+            out = flex_attention(*leaves, block_mask=plan.block_mask)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*results):
+        assert torch.equal(one[:, :, plan.valid[0]], other[:, :, plan.valid[0]])
+
+
 class Window:
     def __init__(self, width: int) -> None:
         self.width = width
