@@ -18,6 +18,8 @@ from flexcp import activation, loggers, planner, profiling
 from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
 from flexcp.fp8 import RECIPES, check_fp8
+from flexcp.group import ulysses_ranks
+from flexcp.heads import check_heads
 from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
@@ -318,6 +320,12 @@ def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
             "rows of the vocabulary": model.vocab_size,
         },
     )
+    if config.comm.startswith("ulysses"):
+        heads, kv_heads = model.num_heads // grid.tp, model.num_kv_heads // grid.tp
+        try:
+            check_heads(heads, ulysses_ranks(config.comm, None, grid.cp, kv_heads))
+        except ValueError as error:
+            raise UserError(f"--comm {config.comm} with --cp {grid.cp}: {error}") from None
     matrices = {
         "the model's width": model.dim,
         "its query heads": model.num_heads * model.head_dim // grid.tp,

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import flexcp
 from flexcp.batch import Batch
 from flexcp.config import TrainConfig
+from flexcp.cost import CostModel, Shape
 from flexcp.errors import UserError
 from flexcp.fp8 import check_fp8
 from flexcp.mesh import Mesh
@@ -95,6 +96,8 @@ class Plans:
 
     def _plan(self, mask: Callable | BlockMask, batch: int | None, heads: int | None, balance: str) -> flexcp.Plan:
         config, source = self.config, self.source
+        model, tp = config.model_config(), self.mesh.degrees.tp
+        shape = Shape(model.num_heads // tp, model.num_kv_heads // tp, model.head_dim)
         try:
             return flexcp.plan(
                 mask,
@@ -104,6 +107,8 @@ class Plans:
                 heads=heads,
                 balance=balance,
                 comm=config.comm,
+                # How many ranks share the heads depends on how many heads there are.
+                cost=CostModel(shape) if config.comm.startswith("ulysses") else None,
                 like=self._last,
                 device=self.device,
             )
