@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,13 +45,14 @@ class Case:
 
 @dataclass
 class Row:
-    """What was measured of the slowest rank of a schedule, in ms, MiB and relative to the largest value."""
+    """What was measured of the slowest rank of a schedule, in ms and MiB; errors relative to the largest value."""
 
     name: str
     forward: float | None = None
     backward: float | None = None
     memory: float | None = None
     arrived: float | None = None
+    exposed: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -173,20 +175,12 @@ class Bench:
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
-        from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
-            _HeadTailLoadBalancer,
-            _PTRRLoadBalancer,
-        )
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         torchs._compiled_create_block_mask = create_block_mask  # the same mask; compiling it takes 34 s each
         mask = case.mask.to(self.device)
         local = self.seq_len // self.cp
-        if case.causal:
-            balancer = _HeadTailLoadBalancer(self.seq_len, self.cp, self.device)
-        else:
-            whole = create_block_mask(mask, None, None, self.seq_len, self.seq_len, device=self.device, _compile=True)
-            balancer = _PTRRLoadBalancer(whole, self.cp)
+        balancer = self._torchs_balancer(case)
         order = balancer._generate_indices()[0].to(self.device)
         k, v = self.k[:, :, order].contiguous(), self.v[:, :, order].contiguous()
         torch._dynamo.reset()
@@ -206,6 +200,18 @@ class Bench:
             back = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
             times.append((self.ms(call, self.repeat), self.ms(back, self.repeat)))
         return Row("torch flex CP", max(f for f, _ in times), max(b for _, b in times))
+
+    def _torchs_balancer(self, case: Case) -> Any:
+        from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
+            _HeadTailLoadBalancer,
+            _PTRRLoadBalancer,
+        )
+
+        if case.causal:
+            return _HeadTailLoadBalancer(self.seq_len, self.cp, self.device)
+        length, mask = self.seq_len, case.mask.to(self.device)
+        whole = create_block_mask(mask, None, None, length, length, device=self.device, _compile=True)
+        return _PTRRLoadBalancer(whole, self.cp)
 
     def sdpa(self, name: str, backend: SDPBackend) -> Row:
         """Causal attention of the whole sequence, in time divided by cp."""
@@ -307,16 +313,16 @@ def attention(
                 torch.cuda.empty_cache()
         again, _ = bench.one_device(case)  # the clocks may have moved in between
         rows.append(Row("one device / cp, again", again.forward / cp, again.backward / cp))
-        console.print(_table(case, rows, 4 * heads[0] * heads[2] * case.pairs / cp / 1e9))
+        console.print(table(case, rows, 4 * heads[0] * heads[2] * case.pairs / cp / 1e9))
 
 
-def _table(case: Case, rows: list[Row], gflops: float) -> Table:
+def table(case: Case, rows: list[Row], gflops: float) -> Table:
     """gflops: of one rank's forward."""
-    table = Table(title=f"{case.name}: {case.pairs:,} visible pairs")
-    table.add_column("slowest rank", no_wrap=True)
+    drawn = Table(title=f"{case.name}: {case.pairs:,} visible pairs")
+    drawn.add_column("slowest rank", no_wrap=True)
     times = ("fwd ms", "TFLOP/s", "of one", "bwd ms", "TFLOP/s ", "of one ")
-    for column in (*times, "MiB bwd", "MiB in", "max error of out, dq, dk, dv"):
-        table.add_column(column, justify="right")
+    for column in (*times, "MiB bwd", "MiB in", "exposed", "max error of out, dq, dk, dv"):
+        drawn.add_column(column, justify="right")
     ones = [row for row in rows if row.name.startswith("one device")]
     best = min(row.forward for row in ones), min(row.backward for row in ones)
     for row in rows:
@@ -324,5 +330,6 @@ def _table(case: Case, rows: list[Row], gflops: float) -> Table:
         for ms, whole, factor in ((row.forward, best[0], 1.0), (row.backward, best[1], 2.5)):
             cells += [f"{ms:.2f}", f"{factor * gflops / ms:.0f}", f"{whole / ms:.3f}"]
         cells += ["" if x is None else f"{x:,.0f}" for x in (row.memory, row.arrived)]
-        table.add_row(row.name, *cells, " ".join(f"{x:.1e}" for x in row.errors.values()))
-    return table
+        cells.append("" if row.exposed is None else f"{row.exposed:.1%}")
+        drawn.add_row(row.name, *cells, " ".join(f"{x:.1e}" for x in row.errors.values()))
+    return drawn

@@ -1,29 +1,29 @@
-"""What scripts/bench attention measures is right: every schedule's results are those of the kernel on one device."""
+"""What the benches measure is right: every schedule's results are those of the kernel on one device."""
 
-import importlib.util
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def bench_attention():
-    spec = importlib.util.spec_from_file_location("bench_attention", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture
+def bench_attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("bench_attention")
+
+
+@pytest.fixture
+def bench_ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("bench_ranks")
 
 
 def test_visible_pairs_are_counted_right(bench_attention) -> None:
-    import torch
-
     seq_len = 640
     i, zero = torch.arange(seq_len), torch.zeros((), dtype=torch.int64)
     for case in bench_attention.cases(seq_len, bench_attention.MASKS):
@@ -40,3 +40,19 @@ def test_every_schedule_is_measured_and_right(bench_attention) -> None:
         assert row.backward > 0
         assert row.errors.keys() == {"out", "dq", "dk", "dv"}
         assert max(row.errors.values()) < 1e-5, (name, row.errors)
+
+
+def test_only_communication_with_nothing_beside_it_is_exposed(bench_ranks) -> None:
+    assert bench_ranks.exposed_share([], [(0, 5)]) == 0.0
+    assert bench_ranks.exposed_share([(0, 2), (5, 6)], [(1, 4), (8, 10)]) == 0.2
+    assert bench_ranks.exposed_share([(0, 10)], [(0, 10)]) == 0.0
+
+
+@pytest.mark.slow
+def test_the_bench_of_real_ranks_runs_on_gloo() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "scripts/bench_ranks.py"]
+    sizes = ["--device", "cpu", "--seq-len", "256", "--heads", "4", "2", "16", "--repeat", "1", "--mask", "causal"]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("gather-grouped", "ring", "exchange", "ulysses"):
+        assert f"│ {name}" in done.stdout
