@@ -83,6 +83,13 @@ def ulysses_ranks(comm: str, asked: int | None, size: int, num_kv_heads: int) ->
     """
     if asked is not None and size % asked:
         raise ValueError(f"ulysses={asked} ranks are to share the heads, but do not divide the group of {size} ranks")
+    if comm == "ulysses":
+        if asked not in (None, size):
+            raise ValueError(
+                f"comm='ulysses' shares the heads among all {size} ranks, but ulysses={asked}; pass "
+                "comm='ulysses+gather', 'ulysses+ring' or 'ulysses+exchange'"
+            )
+        return size
     if comm == "auto" or asked == 1:
         return asked or 1
     if not comm.startswith("ulysses"):
@@ -92,12 +99,5 @@ def ulysses_ranks(comm: str, asked: int | None, size: int, num_kv_heads: int) ->
                 f"comm='ulysses+{comm}'"
             )
         return 1
-    if comm == "ulysses":
-        if asked not in (None, size):
-            raise ValueError(
-                f"comm='ulysses' shares the heads among all {size} ranks, but ulysses={asked}; pass "
-                "comm='ulysses+gather', 'ulysses+ring' or 'ulysses+exchange'"
-            )
-        return size
     fitting = [n for n in range(2, size) if size % n == 0 and num_kv_heads % n == 0]
     return asked or max(fitting, default=size)

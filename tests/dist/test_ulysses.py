@@ -84,6 +84,7 @@ def test_wrong_uses_get_a_sentence() -> None:
     assert "ulysses=3 ranks are to share the heads, but do not divide" in sentence(comm="ulysses+ring", ulysses=3)
     assert "pass comm='ulysses+ring'" in sentence(comm="ring", ulysses=2)
     assert "among all 4 ranks, but ulysses=2" in sentence(comm="ulysses", ulysses=2)
+    assert "among all 4 ranks, but ulysses=1" in sentence(comm="ulysses", ulysses=1)
     assert "6 query heads cannot be shared evenly by the 4 ranks" in sentence(mask=by_head, heads=6, comm="ulysses")
     assert "ulysses is a whole number, at least 1" in sentence(ulysses=0)
     plan = flexcp.plan(masks.causal(), 512, 1, comm="ulysses")

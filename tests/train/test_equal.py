@@ -37,7 +37,7 @@ def test_gradients_equal_the_dense_reference(ranks: GetRanks, seq_len: int, rows
         loss, grads = reference.loss_and_gradients(model, batch, visible)
     count = int((batch.labels != -100).sum())
     cases = [(1, "gather", "contiguous"), (2, "gather", "head_tail"), (2, "ring", "contiguous")]
-    cases += [(4, "gather", "contiguous"), (4, "ring", "head_tail")]
+    cases += [(4, "gather", "contiguous"), (4, "ring", "head_tail"), (4, "ulysses+ring", "head_tail")]
     for cp, comm, balance in cases:
         args = (seq_len, rows, comm, balance, biased)
         results = [on_ranks.gradients(*args)] if cp == 1 else ranks(cp).run(on_ranks.gradients, *args)

@@ -145,6 +145,7 @@ def test_the_grid_and_the_ranks_that_were_started() -> None:
         ({"tp": 4}, None, "--tp 4 cannot divide the model's 2 KV heads equally: use a divisor of 2, or more --cp"),
         ({"fsdp": "off", "dp_shard": 2, "batch": 2}, None, "pass --dp-replicate 2 --dp-shard 1, or --fsdp on"),
         ({"optim_step": "in_backward", "fsdp": "off", "cp": 2, "grad_clip": None}, None, "pass --fsdp on"),
+        ({"comm": "ulysses", "cp": 3}, None, "--comm ulysses with --cp 3: 4 query heads cannot be shared evenly"),
         ({"batch": 6, "dp_shard": 2, "grad_accum": 4}, None, "--grad-accum 4 is more than the 3 row(s) of a step"),
     ],
 )
