@@ -112,6 +112,8 @@ def choose_sharing(
     for ulysses in sorted({1, most, *fitting[-1:]}):
         found = choose(balance, "auto", seq_len, cp_size // ulysses, block_size, tables, model, head_groups, ulysses)
         cost = evaluate(*found[:2], tables(), model, ulysses).cost
+        if ulysses == 1 and _CLEARLY_LESS * (cost.forward_s + cost.backward_s) <= cost.least_s:
+            return *found, 1
         taken = (cost.forward_s + cost.backward_s) / (_CLEARLY_LESS if ulysses > 1 else 1)
         if taken < fastest:
             chosen, fastest = (*found, ulysses), taken

@@ -95,6 +95,11 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
+    def least_s(self) -> float:
+        """The mean of the work, forward and backward: no placement's slowest rank is faster."""
+        return float(self.compute_s.mean() + self.backward_compute_s.mean())
+
+    @property
     def forward_s(self) -> float:
         """The slowest rank's time, where communication hides behind computation or the reverse."""
         return float(np.maximum(self.compute_s, self.comm_s).max()) + self.switch_s
