@@ -1,7 +1,8 @@
 """Makes a layout better by swapping chunks between ranks, one swap at a time.
 
 All swaps of one rank's chunks with many others are judged at once: what either rank would have to receive afterwards
-is two products of matrices of 0 and 1. They are exact, so that every rank of a group finds the same swaps.
+is two products of matrices of 0 and 1. They are exact in any precision (sums of fewer than 2^24 ones, in fp32), so that
+every rank of a group finds the same swaps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Swaps:
         needs = chunks.needs.copy()
         needs[np.arange(self.n), :, np.arange(self.n)] = False
         self.needs = needs.reshape(self.n, -1)
-        self.needs_f = self.needs.astype(np.float64)
+        self.needs_f = self.needs.astype(np.float32)
         self.owner = np.empty(self.n, dtype=np.int64)
         self.mine = [np.array(sorted(mine)) for mine in owners]
         for rank, mine in enumerate(self.mine):
@@ -41,7 +42,7 @@ class Swaps:
         self.received = np.zeros(self.cp, dtype=np.int64)
         # For each chunk: what its rank would still have to receive without it; what it would lack; how much it has.
         self.without = np.zeros((self.n, columns), dtype=bool)
-        self.lack = np.zeros((self.n, columns), dtype=np.float64)
+        self.lack = np.zeros((self.n, columns), dtype=np.float32)
         self.base = np.zeros(self.n, dtype=np.int64)
         for rank in range(self.cp):
             self._count(rank)
@@ -64,14 +65,16 @@ class Swaps:
         Returns:
             int64 [chunks of rank, chunks of some] each.
         """
-        mine, needs = self.mine[rank], self.needs_f
+        mine = self.mine[rank]
+        mine_columns, some_columns = self._columns(mine), self._columns(some)
+        mine_rows, some_rows = mine[:, None, None], some[:, None, None]
         # A chunk that leaves may have to be received from then on, and one that comes no longer has to.
-        own = _product(self.lack[mine], needs[some]) + self.base[mine, None]
-        own += self._either(self._own_columns(mine)[:, None], needs[some][:, self._columns(mine)].swapaxes(0, 1))
-        own -= self.without[mine][:, self._columns(some)].sum(axis=2)
-        other = _product(needs[mine], self.lack[some]) + self.base[some]
-        other += self._either(self._own_columns(some)[None], needs[mine][:, self._columns(some)])
-        other -= self.without[some][:, self._columns(mine)].sum(axis=2).T
+        own = _product(self.lack[mine], self.needs_f[some]) + self.base[mine, None]
+        own += (self._own_columns(mine)[:, None] | self.needs[some_rows, mine_columns].swapaxes(0, 1)).sum(axis=2)
+        own -= self.without[mine_rows, some_columns].sum(axis=2)
+        other = _product(self.needs_f[mine], self.lack[some]) + self.base[some]
+        other += (self._own_columns(some) | self.needs[mine_rows, some_columns]).sum(axis=2)
+        other -= self.without[some_rows, mine_columns].sum(axis=2).T
         return own.astype(np.int64), other.astype(np.int64)
 
     def _columns(self, chunks: np.ndarray) -> np.ndarray:
@@ -81,10 +84,6 @@ class Swaps:
     def _own_columns(self, chunks: np.ndarray) -> np.ndarray:
         """Whether a chunk's rank sees the chunk's keys without it: bool [chunks, masks]."""
         return self.without[chunks[:, None], self._columns(chunks)]
-
-    @staticmethod
-    def _either(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return (a | (b > 0)).sum(axis=2)
 
     def swap(self, a: int, b: int) -> None:
         r, s = int(self.owner[a]), int(self.owner[b])
