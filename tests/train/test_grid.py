@@ -53,6 +53,19 @@ def test_gradients_do_not_depend_on_the_grid(ranks: GetRanks, labels_end: int | 
                 close(result["grads"], alone["grads"], 1e-11)
 
 
+@pytest.mark.parametrize("score", ["softcap", "window"])
+def test_scores_under_every_checkpointing_on_every_grid(ranks: GetRanks, score: str) -> None:
+    """A softcap, and a window of -inf, on top of a learned bias: under FSDP2 over cp, and under HSDP."""
+    args = (200, 4, "gather", "head_tail", True, None)
+    alone = on_ranks.gradients(*args, None, 1, False, "none", "none", score)
+    assert alone["loss"] != on_ranks.gradients(*args)["loss"]
+    for degrees in ({"cp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}):
+        for ac in ("none", "full", "selective"):
+            for result in ranks(4).run(on_ranks.gradients, *args, degrees, 1, True, ac, "none", score):
+                assert result["loss"] == pytest.approx(alone["loss"], rel=1e-12)
+                close(result["grads"], alone["grads"], 1e-11)
+
+
 MASKS = """
 import torch
 from safetensors.torch import load_file
