@@ -90,7 +90,7 @@ class Optimizer:
                 group["lr"] = lr
         if self.kind != "adamw":
             # From the step alone, so that copies of a parameter on other ranks are rounded alike.
-            torch.manual_seed((self.seed << 32) + step)
+            torch.manual_seed((self.seed * 1_000_003 + step) % 2**63)
 
     def step(self, grad_clip: float | None = None) -> float:
         """Sums the gradients over the ranks, clips them to a global norm, steps, and forgets them. A collective.

@@ -96,10 +96,10 @@ def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
         model,
         config.torch_dtype,
         device,
-        grid.cp,
+        grid.cp * grid.tp,
         ranks.local_size,
         rows * config.seq_len,
-        grid.fsdp if config.fsdp == "on" else 1,
+        grid.tp * (grid.fsdp if config.fsdp == "on" else 1),
         config.optim,
     )
     inputs = read_inputs(config)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,14 @@ def gradients(
     ac: str = "none",
     fp8: str = "none",
     score: str = "bias",
+    tied: bool = False,
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
-    model = BiasedLlama(torch.float64, score) if biased else build(TINY, seed=1, dtype=torch.float64)
+    shape = replace(TINY, tied_head=tied)
+    model = BiasedLlama(torch.float64, score) if biased else build(shape, seed=1, dtype=torch.float64)
     parallelize(model, grid, Parallel(fsdp, ac, fp8=fp8))
     plans = plans_for(config, grid)
     loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)

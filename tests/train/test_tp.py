@@ -13,10 +13,10 @@ from tests.train.test_equal import close
 GetRanks = Callable[[int], Ranks]
 
 
-def check(ranks: Ranks, degrees: dict[str, int], fsdp: bool, ac: str = "none") -> None:
-    args = (200, 4, "gather", "head_tail", False)
-    alone = on_ranks.gradients(*args)
-    for result in ranks.run(on_ranks.gradients, *args, None, degrees, 1, fsdp, ac):
+def check(ranks: Ranks, degrees: dict[str, int], fsdp: bool, ac: str = "none", tied: bool = False) -> None:
+    args, rest = (200, 4, "gather", "head_tail", False, None), ("none", "bias", tied)
+    alone = on_ranks.gradients(*args, None, 1, False, "none", *rest)
+    for result in ranks.run(on_ranks.gradients, *args, degrees, 1, fsdp, ac, *rest):
         assert result["loss"] == pytest.approx(alone["loss"], rel=1e-12)
         assert len(result["grads"]) == len(alone["grads"])
         close(result["grads"], alone["grads"], 1e-11)
@@ -25,6 +25,10 @@ def check(ranks: Ranks, degrees: dict[str, int], fsdp: bool, ac: str = "none") -
 def test_tp_inside_cp(ranks: GetRanks) -> None:
     check(ranks(4), {"cp": 2, "tp": 2}, fsdp=False)
     check(ranks(4), {"cp": 2, "tp": 2}, fsdp=True, ac="selective")
+
+
+def test_a_head_that_is_the_embedding(ranks: GetRanks) -> None:
+    check(ranks(4), {"cp": 2, "tp": 2}, fsdp=True, tied=True)
 
 
 def test_tp_inside_dp(ranks: GetRanks) -> None:
