@@ -33,7 +33,7 @@ CELLS = {
     "CP + fp8": (CP4, {"fp8": "rowwise"}),
     "CP + accumulation": ({**CP2_DP2, "grad_accum": 2}, {}),
 }
-FAST = ("CP + dp replicate", "CP + step in backward", "CP + selective, offload")
+FAST = ("CP + dp replicate",)
 TRIPLES = {
     "CP + FSDP2 + TP": ({"cp": 2, "dp_shard": 2, "tp": 2}, {}),
     "CP + HSDP 2 x 2": ({"cp": 2, "dp_shard": 2, "dp_replicate": 2}, {}),

@@ -51,7 +51,7 @@ def relative(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.slow)])
 def test_gradients_across_cp(ranks: GetRanks, recipe: str) -> None:
     """The loss is the same number; a weight's gradient, whose rows of tokens are scaled anew, is within 1e-2."""
     alone = on_ranks.gradients(*ARGS, None, 1, False, "none", recipe)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from flexcp.config import TrainConfig
+from flexcp.errors import UserError
+from flexcp.mesh import Degrees, Mesh
 from tests.ranks import Ranks
 from tests.train import on_ranks
 from tests.train.test_equal import close
@@ -23,10 +25,15 @@ def check(ranks: Ranks, degrees: dict[str, int], fsdp: bool, ac: str = "none", t
 
 
 def test_tp_inside_cp(ranks: GetRanks) -> None:
-    check(ranks(4), {"cp": 2, "tp": 2}, fsdp=False)
     check(ranks(4), {"cp": 2, "tp": 2}, fsdp=True, ac="selective")
 
 
+@pytest.mark.slow
+def test_tp_inside_cp_with_whole_parameters(ranks: GetRanks) -> None:
+    check(ranks(4), {"cp": 2, "tp": 2}, fsdp=False)
+
+
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding(ranks: GetRanks) -> None:
     check(ranks(4), {"cp": 2, "tp": 2}, fsdp=True, tied=True)
 
@@ -62,13 +69,14 @@ def test_a_mask_reads_the_same_head_wherever_the_head_is(ranks: GetRanks, tmp_pa
         assert [r["loss"] for r in result["records"]] == pytest.approx([r["loss"] for r in alone], rel=1e-5)
 
 
-def test_a_mask_whose_heads_cannot_be_divided_is_refused(ranks: GetRanks, tmp_path: Path) -> None:
+def test_a_mask_whose_heads_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(MASKS)
+    mesh = Mesh(Degrees(), "cpu")
+    mesh.degrees = Degrees(tp=2)  # refused before any rank is asked
     for name, balance in (("blocks", "auto"), ("by_head", "affinity")):
-        config = TrainConfig(seq_len=150, steps=1, tp=2, mask=f"{tmp_path}/m.py:{name}", balance=balance)
-        for ok, text in ranks(2).outcomes(on_ranks.train, config):
-            assert not ok
-            assert "tells heads apart, and --tp 2 divides them: write it as a function that reads h" in text
+        config = TrainConfig(seq_len=150, tp=2, mask=f"{tmp_path}/m.py:{name}", balance=balance)
+        with pytest.raises(UserError, match="tells heads apart, and --tp 2 divides them: write it as a function"):
+            on_ranks.plans_for(config, mesh)(on_ranks.batch_of(150, 1))
 
 
 def test_a_run_with_tp_saves_what_one_rank_saves(ranks: GetRanks, tmp_path: Path) -> None:
