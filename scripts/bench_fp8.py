@@ -37,6 +37,8 @@ def fp8(
 ) -> dict[tuple[str, str], float]:
     """Milliseconds of forward and backward, by part and recipe; "none" is bf16."""
     torch.manual_seed(seed)
+    # torchao's one `forward` is compiled for every recipe and shape; past the limit Dynamo would run it uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     config = get_config(model)
     plan = flexcp.plan(masks.causal(), tokens, 1, device=device)
     runs: dict[tuple[str, str], Callable[[], None]] = {}
