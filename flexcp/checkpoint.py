@@ -192,7 +192,7 @@ class Checkpointer:
         if problems:
             raise UserError(
                 f"the checkpoint of step {step} could not be written ({'; '.join(problems[:3])}); those before it are "
-                "as they were: make room or name another --out, and go on with --resume auto"
+                "as they were: make room, and go on with --resume auto"
             )
         return [result for _, result in outcomes]
 

@@ -170,6 +170,8 @@ def require_fit(folder: Path, manifest: Manifest, config: TrainConfig, documents
         UserError: what differs, with both values.
     """
     state = manifest.state
+    if not {"config", "model", "data", "reader", "tokens_seen", "grid"} <= set(state):
+        raise UserError(f"{folder} was not written by flexcp.train: name a checkpoint of a run")
     saved, mine = state["config"], dataclasses.asdict(config)
     for name in _SAME:
         if name in mine and saved.get(name, mine[name]) != mine[name]:
@@ -203,8 +205,10 @@ def require_fit(folder: Path, manifest: Manifest, config: TrainConfig, documents
 
 
 def _told(folder: Path, manifest: Manifest, config: TrainConfig, grid: Degrees) -> str:
-    saved = manifest.state["grid"]
-    where = "" if saved == dataclasses.asdict(grid) else f"; saved by {Degrees(**saved)}, now {grid}"
+    saved, now = manifest.state["grid"], dataclasses.asdict(grid)
+    axes = [axis for axis in now if saved.get(axis, 1) != now[axis]]
+    told = [" ".join(f"--{a.replace('_', '-')} {its.get(a, 1)}" for a in axes) for its in (saved, now)]
+    where = f"; saved by {told[0]}, now {told[1]}" if axes else ""
     rest = " (nothing is left to train)" if manifest.step == config.steps else ""
     seen = manifest.state["tokens_seen"]
     return f"resumed from {folder}: step {manifest.step} of {config.steps}{rest}, {seen:,} tokens seen{where}"

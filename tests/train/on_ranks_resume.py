@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import flexcp.checkpoint as checkpoint
 import flexcp.train as trainer
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError
@@ -50,6 +51,26 @@ def train(config: TrainConfig, stop_after: int | None = None) -> dict[str, Any]:
     finally:
         trainer.accumulate = real
     return {"losses": losses, "read": read}
+
+
+def train_on_a_full_disk(config: TrainConfig) -> tuple[str, list[int]]:
+    """Rank 1 cannot write the second checkpoint: what each rank says, and the steps that it has done till then."""
+    real, left, steps = checkpoint.save_file, [1 if dist.get_rank() == 1 else 99], []
+
+    def save_file(tensors: Any, path: Any) -> None:
+        if left[0] == 0:
+            raise OSError(28, "No space left on device", str(path))
+        left[0] -= 1
+        real(tensors, path)
+
+    checkpoint.save_file = save_file
+    try:
+        trainer.run(config, _grid(config), on_step=lambda model, record: steps.append(record["step"]))
+    except UserError as error:
+        return str(error), steps
+    finally:
+        checkpoint.save_file = real
+    return "no error", steps
 
 
 def said(config: TrainConfig, other: dict[str, Any] | None = None) -> str:

@@ -232,6 +232,15 @@ def test_ranks_that_see_different_checkpoints_are_stopped(ranks: GetRanks, text:
         assert "rank 1 would go on from step 8 and rank 0 from step 4" in words
 
 
+def test_a_full_disk_ends_the_run_on_all_ranks_at_once(ranks: GetRanks, text: Path, tmp_path: Path) -> None:
+    config = TrainConfig(**settings(text, cp=2, save_every=2, out=str(tmp_path)))
+    (words, steps), other = ranks(2).run(on.train_on_a_full_disk, config)
+    assert "the checkpoint of step 4 could not be written (rank 1: No space left on device" in words
+    assert (words, steps) == tuple(other)
+    assert steps[-1] in range(5, 7)  # told with the next step, or the one after it, or before the next save
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
 def test_first_fit_keeps_what_waits(text: Path, tmp_path: Path) -> None:
     """Documents that fit no row yet are part of the position."""
     config = settings(text, packing="first_fit", long_documents="truncate", steps=8, save_every=3)
