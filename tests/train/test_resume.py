@@ -267,6 +267,16 @@ def test_other_optimizers_go_on_bit_for_bit(ranks: GetRanks, text: Path, tmp_pat
     assert other[0]["losses"] == pytest.approx(resumed[0]["losses"], rel=0.01)
 
 
+def test_fp8_and_other_checkpointing_go_on(text: Path, tmp_path: Path) -> None:
+    """Wrapped layers keep their names, so that --ac may change, and what is computed stays the same bit for bit."""
+    config = TrainConfig(**settings(text, fp8="rowwise", ac="full", steps=4, save_every=2, out=str(tmp_path / "a")))
+    straight = on.train(config)
+    config = dataclasses.replace(config, out=str(tmp_path / "b"))
+    on.train(config, 3)
+    resumed = on.train(dataclasses.replace(config, resume="auto", ac="none"))
+    assert resumed["losses"] == {step: loss for step, loss in straight["losses"].items() if step > 2}
+
+
 def test_low_precision_weights_keep_their_fp32_copies(text: Path, tmp_path: Path) -> None:
     config = TrainConfig(**settings(text, dtype="bfloat16", steps=6, save_every=3, out=str(tmp_path / "a")))
     straight = on.train(config)
