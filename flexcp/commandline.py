@@ -35,6 +35,9 @@ def _given(argv: list[str]) -> dict[str, str]:
             raise UserError(f"{arg!r} belongs to no flag: write --FLAG VALUE, such as --steps 20")
         if name not in hints:
             raise unknown("flag", flag, ["--" + field.replace("_", "-") for field in hints])
+        if hints[name] is bool and not equals:
+            given[name] = "True"
+            continue
         if not equals and (value := next(args, None)) is None:
             raise UserError(f"{flag} needs a value: write {flag} VALUE")
         kinds = _kinds(hints[name])
@@ -89,7 +92,7 @@ def _typed(path: str, name: str, value: object, hint: object) -> object:
                 return float(value)  # YAML 1.1 reads 3e-4 as a string
             except (ValueError, OverflowError):
                 continue
-        if kind in (int, str) and type(value) is kind:
+        if kind in (int, str, bool) and type(value) is kind:
             return value
     raise UserError(f"--config {path}: {name} is {value!r}, and must be {_wanted(kinds)}")
 
@@ -99,5 +102,11 @@ def _kinds(hint: object) -> tuple[type, ...]:
 
 
 def _wanted(kinds: tuple[type, ...]) -> str:
-    words = {int: "an integer", float: "a number", str: "a text", type(None): "None (null in YAML)"}
+    words = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+        type(None): "None (null in YAML)",
+    }
     return " or ".join(words[kind] for kind in kinds)

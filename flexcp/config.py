@@ -20,6 +20,8 @@ from flexcp.errors import UserError, unknown
 from flexcp.fp8 import RECIPES, check_fp8
 from flexcp.group import ulysses_ranks
 from flexcp.heads import check_heads
+from flexcp.leanlayer import Lean
+from flexcp.longoptions import LongOptions
 from flexcp.mesh import Degrees, resolve
 from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
 from flexcp.models.rope import PRECISIONS
@@ -36,7 +38,7 @@ SAVE_MODES = ("async", "sync")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(LongOptions):
     """Trains a Llama 3 under context parallelism: `flexcp.train --model llama3-debug --cp 2 --steps 20`.
 
     Without torchrun's variables it starts its own ranks; `torchrun -m flexcp.train` is the same program.
@@ -79,7 +81,7 @@ class TrainConfig:
     tensorwise_all_gather, which also sends the weights as fp8. Emulated on a CPU."""
 
     offload: str = "off"
-    """on: the layers' inputs that --ac keeps wait in host memory for backward."""
+    """on: what --ac keeps waits in host memory for backward."""
 
     seq_len: int = 2048
     """Tokens in a row, over all ranks."""
@@ -222,12 +224,17 @@ class TrainConfig:
 
     def parallel(self, device: torch.device) -> Parallel:
         """What is done to the model."""
-        return Parallel(self.fsdp == "on", self.ac, Store(device) if self.offload == "on" else None, self.fp8)
+        store = None
+        if self.offload == "on":
+            store = Store(device, keep_bytes=int(self.offload_keep * 2**30), fp8=self.offload_fp8 == "on")
+        lean = Lean(self.tile, self.head_serial, self.ac == "selective", self.checkpoint_every)
+        return Parallel(self.fsdp == "on", self.ac, store, self.fp8, None if lean.is_plain else lean)
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""
         values = dataclasses.asdict(self)
-        del values["config"]  # its values are in here already
+        for name in ("config", "dry_run"):  # the values of the first are in here already
+            del values[name]
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -242,18 +249,27 @@ def check(config: TrainConfig) -> None:
         *(("ac", activation.MODES), ("offload", ("on", "off")), ("fsdp", ("on", "off"))),
         *(("fp8", RECIPES), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
-        ("save_mode", SAVE_MODES),
+        *(("save_mode", SAVE_MODES), ("memory", ("given", "auto")), ("offload_fp8", ("on", "off"))),
     )
     for name, known in names:
         if getattr(config, name) not in known:
             raise unknown(name, getattr(config, name), known)
     config.model_config()
-    for name in ("seq_len", "batch", "grad_accum", "steps", "log_every", "eval_batches"):
+    for name in ("seq_len", "batch", "grad_accum", "steps", "log_every", "eval_batches", "checkpoint_every", "world"):
         _demand(config, name, getattr(config, name) >= 1, "at least 1")
     _demand(config, "pp", config.pp == 1, "1: pipeline parallelism is not supported; use --cp, --tp and --dp-shard")
-    for name in ("warmup_steps", "seed", "eval_every", "save_every", "keep_last", "memory_snapshot"):
+    for name in (
+        "warmup_steps",
+        "seed",
+        "eval_every",
+        "save_every",
+        "keep_last",
+        "memory_snapshot",
+        "tile",
+        "loss_chunk",
+    ):
         _demand(config, name, getattr(config, name) >= 0, "0 or more")
-    for name in ("lr", "weight_decay"):
+    for name in ("lr", "weight_decay", "z_loss", "offload_keep"):
         _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
     if config.offload == "on" and config.ac == "none":
         raise UserError("--offload on moves the layers' inputs that --ac keeps, and --ac is none: add --ac selective")

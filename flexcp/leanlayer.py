@@ -75,6 +75,11 @@ class Lean:
         if self.tile < 0 or self.head_groups < 1 or self.every < 1:
             raise ValueError(f"tile is at least 0, head_groups and every at least 1, got {self}")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this asks for nothing that a plain layer does not do."""
+        return self.tile == 0 and self.head_groups == 1 and self.every == 1
+
 
 def make_lean(layers: Sequence[nn.Module], lean: Lean, store: Store | None = None) -> None:
     """Replaces the forward of each layer, in place; parameters and their names stay.

@@ -127,18 +127,19 @@ def longest(setup: Setup, limits: Limits, auto: bool = True) -> tuple[int, Advic
     return low * step, tried(low * step)
 
 
-def require_fit(name: str, setup: Setup, limits: Limits, sharing: int = 1) -> None:
+def require_fit(name: str, setup: Setup, limits: Limits, sharing: int = 1, force: bool = False) -> None:
     """Refuses a run that cannot fit, before anything is allocated.
 
     Args:
         name: the model's.
         limits: of one rank.
-        sharing: ranks that share the memory, of which `limits` are one's part.
+        sharing: ranks of this machine.
+        force: refuse it in any case, since it has been found not to fit with room to spare.
     Raises:
         UserError: with what it needs, what there is and the nearest that fits.
     """
     needed = estimate(setup)
-    if needed.device <= limits.device and needed.host <= limits.host + limits.device * setup.on_cpu:
+    if not force and needed.device <= limits.device and needed.host <= limits.host:
         return
     have = f"{human(limits.device)} of memory" + (f" and {human(limits.host)} on the host" if limits.host else "")
     parts = sorted(needed.items, key=lambda item: -item.device)[:3]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from flexcp.activation import checkpoint_layers
 from flexcp.compat_tensor import full_tensor, offset_of_local
 from flexcp.fp8 import convert
+from flexcp.leanlayer import Lean, make_lean
 from flexcp.mesh import Mesh
 from flexcp.offload import Store
 from flexcp.tp import tensor_parallel
@@ -28,14 +29,16 @@ class Parallel:
     Attributes:
         fsdp: divide the parameters over dp_shard x cp; False: every rank holds all of them.
         ac: of `activation.MODES`, which activations are kept for backward.
-        store: where the layers' inputs are kept; None: where they were made.
+        store: where what is kept lies; None: where it was made.
         fp8: of `fp8.RECIPES`, the products of the layers' matrices.
+        lean: how lean the layers are, which then keep by themselves what `ac` says; None: they are plain.
     """
 
     fsdp: bool = True
     ac: str = "none"
     store: Store | None = None
     fp8: str = "none"
+    lean: Lean | None = None
 
 
 def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
@@ -51,7 +54,10 @@ def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
     convert(decoder.layers, how.fp8, mesh.device_type)
     if mesh.tp is not None:
         tensor_parallel(decoder, mesh.tp)
-    checkpoint_layers(list(decoder.layers), how.ac, how.store)
+    if how.lean is not None:
+        make_lean(list(decoder.layers), how.lean, how.store)
+    else:
+        checkpoint_layers(list(decoder.layers), how.ac, how.store)
     if how.fsdp and mesh.sharding is not None:
         _shard(model, list(decoder.layers), mesh)
 

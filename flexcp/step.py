@@ -6,7 +6,9 @@ micro-batches, cp and dp, in whatever order, that is the mean, and the gradients
 a label by how many others happen to lie in its row, rank or micro-batch.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import flexcp
 from flexcp.batch import IGNORE, Batch
+from flexcp.loss import chunked_loss
 from flexcp.mesh import Mesh
 
 
@@ -33,8 +36,29 @@ class StepLoss(NamedTuple):
     own: float
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """How logits become a loss.
+
+    Attributes:
+        chunk: tokens at a time whose logits exist; 0: all.
+        z: factor of the z-loss (`flexcp.loss`).
+    """
+
+    chunk: int = 0
+    z: float = 0.0
+
+
+PLAIN_LOSS = LossOptions()
+
+
 def accumulate(
-    model: nn.Module, batch: Batch, plans: Callable[[Batch], flexcp.Plan], mesh: Mesh, grad_accum: int = 1
+    model: nn.Module,
+    batch: Batch,
+    plans: Callable[[Batch], flexcp.Plan],
+    mesh: Mesh,
+    grad_accum: int = 1,
+    loss: LossOptions = PLAIN_LOSS,
 ) -> StepLoss:
     """Adds this rank's part of the gradient of the step's mean loss to the parameters.
 
@@ -43,13 +67,14 @@ def accumulate(
         plans: from a micro-batch to its plan; they may differ within a step.
         grad_accum: the most micro-batches into which this rank's rows are divided; where that does not divide them,
             the last has fewer rows.
+        loss: how the logits become a loss.
     """
     num_labels = batch.num_labels
     device = next(model.parameters()).device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for micro in micro_batches(batch, mesh, grad_accum):
-        loss += forward_backward(model, micro, plans(micro), mesh, num_labels)
-    own = float(loss)
+        total += forward_backward(model, micro, plans(micro), mesh, num_labels, loss)
+    own = float(total)
     return StepLoss(reduced(own, dist.ReduceOp.SUM, mesh.loss_group), num_labels, own)
 
 
@@ -71,13 +96,16 @@ def own_rows(batch: Batch, mesh: Mesh) -> Batch:
     return batch.rows(mesh.data_rank * rows, (mesh.data_rank + 1) * rows)
 
 
-def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, mesh: Mesh, num_labels: int) -> Tensor:
+def forward_backward(
+    model: nn.Module, batch: Batch, plan: flexcp.Plan, mesh: Mesh, num_labels: int, loss: LossOptions = PLAIN_LOSS
+) -> Tensor:
     """Forward and backward of one micro-batch.
 
     A rank all of whose labels are ignored contributes 0 and takes part in the communication.
 
     Args:
         num_labels: of the whole step.
+        loss: how the logits become a loss.
 
     Returns:
         This rank's part of the step's mean loss, a scalar.
@@ -87,13 +115,22 @@ def forward_backward(model: nn.Module, batch: Batch, plan: flexcp.Plan, mesh: Me
     labels = plan.shard(batch.labels.to(device), dim=1, pad=IGNORE)
     positions = plan.shard(batch.positions.to(device), dim=1, pad=0)
     with flexcp.context_parallel(plan):
-        logits = model(tokens, positions, block_mask=plan.block_mask)
-        labels = mesh.own_tokens(labels)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        part = total / max(1, num_labels)
+        if loss == PLAIN_LOSS:
+            logits = model(tokens, positions, block_mask=plan.block_mask)
+            labels = mesh.own_tokens(labels)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+            part = total / max(1, num_labels)
+        else:
+            head = functools.partial(_loss_of, labels, loss, max(1, num_labels))
+            part = model(tokens, positions, block_mask=plan.block_mask, head=head)
         part.backward()
     return part.detach()
+
+
+def _loss_of(labels: Tensor, loss: LossOptions, divide_by: int, x: Tensor, norm: nn.Module, weight: Tensor) -> Tensor:
+    more = {"norm": norm, "norm_parameters": list(norm.parameters())}
+    return chunked_loss(x, weight, labels, chunk=loss.chunk, divide_by=divide_by, z_loss=loss.z, **more)
 
 
 def reduced(value: float | Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> float:

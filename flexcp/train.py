@@ -24,8 +24,8 @@ from flexcp.commandline import parse
 from flexcp.config import TrainConfig, check, check_world, prepare_out
 from flexcp.data import Documents
 from flexcp.errors import UserError
-from flexcp.estimate import check_memory
 from flexcp.evaluate import Evaluation, evaluate
+from flexcp.fit import check_options, dry_run, require_memory, resolve
 from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs, save_model
 from flexcp.loggers import names_of, open_sinks
 from flexcp.mesh import Degrees, Mesh
@@ -36,7 +36,8 @@ from flexcp.parallelize import reshard
 from flexcp.plans import Plans
 from flexcp.profiling import Profiler, steps_of
 from flexcp.saves import Saves, restore
-from flexcp.step import accumulate, micro_batches, own_rows
+from flexcp.simulate import NOT_MEASURED, simulate
+from flexcp.step import LossOptions, accumulate, micro_batches, own_rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         world = launch.World.from_env()
         config = parse(argv)
+        check(config)
+        if config.simulate_rank is not None:
+            world = _simulated(config, world)
+        grid, device, local_ranks = _machine(config, world)
+        check_options(config, grid)
+        if config.dry_run:
+            dry_run(config, grid, device, local_ranks)
+            return 0
+        config = resolve(config, grid, device, local_ranks)
         inputs = check_all(config, world)
     except UserError as error:
         if world is not None and world.local_rank > 0:
@@ -73,6 +83,23 @@ def grid_of(config: TrainConfig, world: launch.World | None) -> Degrees:
     return check_world(config, world.size if world is not None else gpus or None)
 
 
+def _machine(config: TrainConfig, world: launch.World | None) -> tuple[Degrees, torch.device, int]:
+    """The grid, this rank's device, and the ranks of this host."""
+    grid = grid_of(config, world)
+    ranks = world or launch.World(0, grid.size, 0, grid.size)
+    return grid, launch.pick_device(ranks), ranks.local_size
+
+
+def _simulated(config: TrainConfig, world: launch.World | None) -> launch.World:
+    """The place of the one rank that is there."""
+    if world is not None:
+        raise UserError(
+            "--simulate-rank is one process that plays all ranks, and ranks have been started: start it alone"
+        )
+    assert config.simulate_rank is not None
+    return launch.World(config.simulate_rank, config.world)
+
+
 def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
     """Everything that can be known to be wrong without a group: values, sizes, memory, data, mask, output
     folder.
@@ -84,24 +111,11 @@ def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
         UserError: what is wrong.
     """
     check(config)
-    grid = grid_of(config, world)
-    ranks = world or launch.World(0, grid.size, 0, grid.size)
-    device = launch.pick_device(ranks)
-    rows = -(-config.batch // (grid.dp * config.grad_accum))  # of the largest micro-batch
-    model = config.model_config()
+    grid, device, local_ranks = _machine(config, world)
+    check_options(config, grid)
     if config.init_from is not None:
         check_init(config)
-    check_memory(
-        config.model_name,
-        model,
-        config.torch_dtype,
-        device,
-        grid.cp * grid.tp,
-        ranks.local_size,
-        rows * config.seq_len,
-        grid.tp * (grid.fsdp if config.fsdp == "on" else 1),
-        config.optim,
-    )
+    require_memory(config, grid, device, local_ranks)
     inputs = read_inputs(config)
     inputs.mask.probe(make_reader(config, inputs.train).next().doc_ids)
     if config.memory_snapshot and device.type != "cuda":
@@ -119,10 +133,14 @@ def _rank_main(config: TrainConfig, world: launch.World, inputs: Inputs) -> int:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if world.size > 1:
+        if config.simulate_rank is not None:
+            simulate(world.rank, world.size, config.simulate_gb_s)
+        elif world.size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         mesh = Mesh(grid_of(config, world), device.type)
-        run(config, mesh, device=device, inputs=inputs, verbose=world.rank == 0)
+        run(config, mesh, device=device, inputs=inputs, verbose=world.rank == 0 or config.simulate_rank is not None)
+        if config.simulate_rank is not None:
+            print(f"# {NOT_MEASURED}", flush=True)
     except (Exception, KeyboardInterrupt) as error:
         code = launch.report(error, world)
         sys.stdout.flush()
@@ -192,6 +210,7 @@ def run(
             print(f"# {note}", flush=True)
 
     records: list[Record] = []
+    loss_options = LossOptions(config.loss_chunk, config.z_loss)
     plans = Plans(config, inputs.mask, mesh, device)
     if start.done:  # plans have the shapes of the run's first one
         plans(micro_batches(make_reader(config, inputs.train).next(), mesh, config.grad_accum)[0])
@@ -206,7 +225,7 @@ def run(
             batch = meter.next(reader)
             lr = learning_rate(step, config.steps, config.warmup_steps, config.lr)
             stepper.begin(step, lr)
-            loss = accumulate(model, batch, meter, mesh, config.grad_accum)
+            loss = accumulate(model, batch, meter, mesh, config.grad_accum, loss_options)
             grad_norm = stepper.step(config.grad_clip)
             if not (torch.isfinite(torch.tensor([loss.loss, grad_norm])).all()):
                 raise FloatingPointError(

@@ -104,6 +104,11 @@ class Attention(nn.Module):
         if keys is None:
             parts = self.q_proj(x_BSC), self.k_proj(x_BSC), self.v_proj(x_BSC)
         else:
+            if any(type(proj) is not nn.Linear for proj in (self.q_proj, self.k_proj, self.v_proj)):
+                raise ValueError(
+                    f"some heads of a {type(self.q_proj).__name__} cannot be taken alone: attention head group by head "
+                    "group needs plain projections"
+                )
             parts = (
                 F.linear(x_BSC, proj.weight[keys.start * heads * self.head_dim : keys.stop * heads * self.head_dim])
                 for proj, heads in ((self.q_proj, self.ratio), (self.k_proj, 1), (self.v_proj, 1))
