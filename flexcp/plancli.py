@@ -23,8 +23,11 @@ from torch import Tensor
 from flexcp import balance, cost, masks
 from flexcp.blockmask import block_source
 from flexcp.errors import UserError
+from flexcp.fit import show as show_fit
 from flexcp.group import ulysses_ranks
 from flexcp.layout import Layout, contiguous
+from flexcp.memory import Setup
+from flexcp.memoryadvice import Limits
 from flexcp.models import get_config
 from flexcp.planner import KINDS, named, of_stages
 from flexcp.table import Table, table_of
@@ -37,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. Returns its exit code: 0, or 2 after one sentence for a wrong use."""
     args = _parser().parse_args(argv)
     try:
+        if args.memory:
+            show_memory(args)
+        if args.mask is None:
+            if not args.memory:
+                raise UserError("--mask says what is to be planned, and --memory asks for the memory: give one of them")
+            return 0
         report = make_report(args)
         if args.png is not None:
             draw(args, report)
@@ -50,12 +59,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def show_memory(args: argparse.Namespace) -> None:
+    """Prints what a rank of a full fine-tuning in bf16 needs, and what would fit (--memory)."""
+    setup = Setup(
+        get_config(args.model),
+        parse_size(args.seq_len),
+        cp=args.cp,
+        element_bytes=2,
+        optimizer="adamw8bit",
+        step_in_backward=True,
+    )
+    limits = Limits(int(args.device_gib * 2**30), int(args.host_gib * 2**30))
+    show_fit(setup, args.model, limits, Console(width=None if sys.stdout.isatty() else 120))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flexcp.plan", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--mask",
         action="append",
-        required=True,
         help="an expression over the mask library; document:FILE takes document lengths from a text file, from its "
         "beginning again where they do not fill the sequence; or module:function. Once for each mask of the model",
     )
@@ -67,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="flash", help="which kernel's rates")
     parser.add_argument("--link-gb-s", type=float, help="10^9 bytes a second that a rank receives; default: nominal")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="what one rank needs in memory for a full fine-tuning in bf16 with 8-bit AdamW stepped in backward, what "
+        "options would fit, and how long a sequence may become; flexcp.train --dry-run says it of any run",
+    )
+    parser.add_argument("--device-gib", type=float, default=139.0, help="GiB of one rank's device, for --memory")
+    parser.add_argument("--host-gib", type=float, default=0.0, help="GiB of the host for one rank, for --memory")
     parser.add_argument("--png", type=Path, help="draw the first mask with the owners of the chosen plan (.png, .svg)")
     return parser
 

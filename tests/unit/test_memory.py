@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import flexcp
-from flexcp import masks
+from flexcp import masks, plancli
 from flexcp.errors import UserError
 from flexcp.leanlayer import Lean, make_lean
 from flexcp.loss import chunked_loss
@@ -106,6 +106,16 @@ def test_what_is_near_is_named() -> None:
     with pytest.raises(UserError, match=r"the longest sequence that fits is --seq-len 1\d{6} with --loss-chunk"):
         require_fit("llama3-8b", replace(setup, seq_len=1 << 23), H200)
     assert flags(setup, replace(setup, tile=64, offload=True)) == "--tile 64 --offload on"
+
+
+def test_plan_prints_the_memory(capsys) -> None:
+    arguments = ["--memory", "--seq-len", "1M", "--cp", "8", "--host-gib", "120"]
+    assert plancli.main(arguments) == 0
+    out = capsys.readouterr().out
+    for words in ("P e / R", "it does not fit", "it fits with --loss-chunk 2048", "longest sequence with options: "):
+        assert words in out
+    assert plancli.main(arguments[1:]) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 CONFIG = Llama3Config(
