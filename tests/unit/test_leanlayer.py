@@ -12,6 +12,7 @@ from flexcp.leanlayer import Lean, make_lean
 from flexcp.loss import chunked_loss
 from flexcp.models import Llama3Config, build
 from flexcp.offload import Store
+from tests import sampled_rows
 from tests.live_memory import LiveMemory
 
 CONFIG = Llama3Config(
@@ -180,3 +181,9 @@ def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
     for grads in results[1:]:
         for one, other in zip(grads, results[0], strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_rows_result_does_not_depend_on_where_it_stands() -> None:
+    """tests/gpu checks the same where indices pass 2^31."""
+    config = replace(CONFIG, dim=64, head_dim=16)
+    sampled_rows.check(config, 1024, Lean(tile=100, head_groups=2), torch.float64, "cpu", atol=1e-9)
