@@ -121,7 +121,7 @@ def test_the_checkouts_own_text_is_the_default(runs: dict[str, Outcome]) -> None
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("late", "--mask my_masks:late raised IndexError"),
+        ("late", "late raised IndexError"),
         ("8b", "llama3-8b with "),
     ],
 )
