@@ -89,6 +89,7 @@ class Meter:
 
     def next(self, reader: Reader) -> Batch:
         """The next step's rows; the step's time begins here."""
+        self._waits.take()  # of an evaluation
         self._begin()
         before = reader.counts["padding"]
         with self._timed("data"):
