@@ -28,20 +28,9 @@ _SAME = ("dtype", "seed", "seq_len", "batch", "packing", "positions", "long_docu
 # These change nothing in what is computed, or only in which order it is summed, or are compared by what they lead to.
 _FREE = (
     *("model", "init_from", "data", "data_field", "tokenizer", "eval_data", "eval_every", "eval_batches"),
-    *(
-        "cp",
-        "dp_shard",
-        "dp_replicate",
-        "tp",
-        "pp",
-        "fsdp",
-        "grad_accum",
-        "comm",
-        "balance",
-        "ac",
-        "offload",
-        "compile",
-    ),
+    *("cp", "dp_shard", "dp_replicate", "tp", "pp", "fsdp", "grad_accum", "comm", "balance"),
+    *("ac", "offload", "offload_keep", "tile", "head_serial", "checkpoint_every", "loss_chunk", "compile"),
+    *("memory", "dry_run", "simulate_rank", "world", "simulate_gb_s"),
     *("out", "config", "resume", "save_every", "save_mode", "keep_last", "log", "log_every", "profile"),
     *("memory_snapshot",),
 )
@@ -117,6 +106,8 @@ def begin(config: TrainConfig, documents: Documents, grid: Degrees, ranks: Ranks
 
 
 def _begin(config: TrainConfig, documents: Documents, grid: Degrees) -> Start:
+    if config.simulate_rank is not None and (config.save_every or config.resume != "none"):
+        raise UserError("--simulate-rank measures one rank without the others: leave out --save-every and --resume")
     root = None if config.out is None else Path(config.out).expanduser() / FOLDER
     if root is None and (config.save_every or config.resume == "auto"):
         flag = "--resume auto" if config.resume == "auto" else f"--save-every {config.save_every}"
