@@ -32,9 +32,9 @@ def train(config: TrainConfig, stop_after: int | None = None) -> dict[str, Any]:
     losses, read = {}, []
     real = trainer.accumulate
 
-    def accumulate(model, batch, plans, mesh, grad_accum):
+    def accumulate(model, batch, plans, mesh, *more):
         read.append(own_rows(batch, mesh).tokens.flatten().tolist())
-        return real(model, batch, plans, mesh, grad_accum)
+        return real(model, batch, plans, mesh, *more)
 
     def on_step(model: object, record: Any) -> None:
         losses[record["step"]] = record["loss"]
