@@ -37,8 +37,6 @@ def fp8(
 ) -> dict[tuple[str, str], float]:
     """Milliseconds of forward and backward, by part and recipe; "none" is bf16."""
     torch.manual_seed(seed)
-    # torchao's one `forward` is compiled for every recipe and shape; past the limit Dynamo would run it uncompiled.
-    torch._dynamo.config.recompile_limit = 64
     config = get_config(model)
     plan = flexcp.plan(masks.causal(), tokens, 1, device=device)
     runs: dict[tuple[str, str], Callable[[], None]] = {}
@@ -52,7 +50,8 @@ def fp8(
         runs["MLP", recipe] = _run(make(layer.mlp), layer, _input(layer.mlp.gate_proj, tokens))
         runs["layer", recipe] = _run(_whole(layer, config, plan, make), layer, _input(layer.mlp.gate_proj, tokens))
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    with flexcp.context_parallel(plan):
+    # torchao's one `forward` is compiled for every recipe and shape; past the limit Dynamo would run it uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=64), flexcp.context_parallel(plan):
         for repeat in range(repeats + 2):
             for key, run in runs.items():
                 ms = _time_ms(run, device)
