@@ -12,9 +12,10 @@ if not (_Path(__file__).parent / "masks" / "__init__.py").exists():
     __path__.append(str(_Path(__file__).parent.parent))
 
 from flexcp.api import Plan, plan
+from flexcp.compiled import compile
 from flexcp.dispatch import bypass, context_parallel
 from flexcp.op import flex_attention
 from flexcp.scoremod import ScoreMod
 from flexcp.version import __version__
 
-__all__ = ["Plan", "ScoreMod", "__version__", "bypass", "context_parallel", "flex_attention", "plan"]
+__all__ = ["Plan", "ScoreMod", "__version__", "bypass", "compile", "context_parallel", "flex_attention", "plan"]

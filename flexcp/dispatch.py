@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp import call, compat
 from flexcp.kernel import Score
-from flexcp.tokens import OUTSIDE, refused_mask, token_of
+from flexcp.tokens import IN_A_GRAPH, OUTSIDE, token_of
 
 if TYPE_CHECKING:
     from flexcp.api import Plan
@@ -240,8 +240,8 @@ def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _create_empty_block_mask(query: Tensor, key: Tensor) -> BlockMask:
     """The mask that torch makes for block_mask=None: here, full attention over the innermost plan's sequence."""
     if torch.compiler.is_dynamo_compiling():
-        # A compiler lowers the operator where no rule sees it, so it gets a mask that stops it.
-        return refused_mask(query.shape[-2], key.shape[-2], query.device)
+        # A compiler lowers the operator where no rule sees it.
+        compat.graph_break(IN_A_GRAPH)
     contexts = _contexts()
     if not contexts or contexts[-1].plan is None:
         return _replaced.originals["_create_empty_block_mask"](query, key)

@@ -25,13 +25,13 @@ _TRANSFORMED = "attention over a sharded sequence does not work under torch.func
 
 # plan: a token's handle. score, score_tensors: see `scoremod`. lse is to the base 2, as in torch's own operator.
 torch.library.define(
-    "flexcp::attention",
+    "flexcp::flex_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor plan, SymInt score, Tensor[] score_tensors, float scale) "
     "-> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
-    "flexcp::attention_backward",
+    "flexcp::flex_attention_backward",
     "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, Tensor plan, SymInt score, "
     "Tensor[] score_tensors, bool[] needs_grad, float scale, bool sum_captured) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
@@ -98,7 +98,7 @@ def flex_attention(
     if score_mod is None and tensors:
         raise ValueError("score_tensors were given, but no score_mod that takes them")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, lse = torch.ops.flexcp.attention(q, k, v, handle, number, tensors, scale)
+    out, lse = torch.ops.flexcp.flex_attention(q, k, v, handle, number, tensors, scale)
     return (out, lse * call.LN2) if return_lse else out
 
 
@@ -129,7 +129,7 @@ def _score(score_mod: Callable[..., Tensor] | ScoreMod | None) -> tuple[int, tup
     return lift(score_mod)
 
 
-@torch.library.impl("flexcp::attention", "CompositeExplicitAutograd")
+@torch.library.impl("flexcp::flex_attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention(q, k, v, handle, score, score_tensors, scale):
     token, modified = token_by(handle), Score(function_of(score), tuple(score_tensors))
@@ -137,12 +137,12 @@ def _attention(q, k, v, handle, score, score_tensors, scale):
         return call.forward(q, k, v, token, token.plan(), modified, scale)
 
 
-@torch.library.register_fake("flexcp::attention")
+@torch.library.register_fake("flexcp::flex_attention")
 def _fake_attention(q, k, v, handle, score, score_tensors, scale):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
-@torch.library.impl("flexcp::attention_backward", "CompositeExplicitAutograd")
+@torch.library.impl("flexcp::flex_attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention_backward(q, k, v, out, lse, dout, dlse, handle, score, tensors, needs_grad, scale, sum_captured):
     token, modified = token_by(handle), Score(function_of(score), tuple(tensors), tuple(needs_grad))
@@ -151,7 +151,7 @@ def _attention_backward(q, k, v, out, lse, dout, dlse, handle, score, tensors, n
     return [*dqkv, *[grad for grad in grads if grad is not None]]
 
 
-@torch.library.register_fake("flexcp::attention_backward")
+@torch.library.register_fake("flexcp::flex_attention_backward")
 def _fake_backward(q, k, v, out, lse, dout, dlse, handle, score, score_tensors, needs_grad, scale, sum_captured):
     wanted = [x for x, needed in zip(score_tensors, needs_grad) if needed]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *wanted)]
@@ -169,17 +169,17 @@ def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     if torch.is_grad_enabled():
         raise NotImplementedError(_TWICE)
     q, k, v, out, lse, handle, *tensors = ctx.saved_tensors
-    (*dqkv,) = torch.ops.flexcp.attention_backward(
+    (*dqkv,) = torch.ops.flexcp.flex_attention_backward(
         q, k, v, out, lse, dout, dlse, handle, ctx.score, tensors, ctx.needs_grad, ctx.scale, False
     )
     grads = iter(dqkv[3:])
     return *dqkv[:3], None, None, [next(grads) if needed else None for needed in ctx.needs_grad], None
 
 
-torch.library.register_autograd("flexcp::attention", _pull_back, setup_context=_save)
+torch.library.register_autograd("flexcp::flex_attention", _pull_back, setup_context=_save)
 
 
-@torch.library.register_torch_dispatch("flexcp::attention_backward", ContextParallelMode)
+@torch.library.register_torch_dispatch("flexcp::flex_attention_backward", ContextParallelMode)
 def _in_context(mode: ContextParallelMode, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
     """A context that sums the gradients of captured tensors sums those of its own plan's score_tensors."""
     *rest, handle, score, score_tensors, needs_grad, scale, sum_captured = args
@@ -187,6 +187,6 @@ def _in_context(mode: ContextParallelMode, func: Any, types: Any, args: tuple, k
     return func(*rest, handle, score, score_tensors, needs_grad, scale, sum_captured or summed)
 
 
-@torch.library.register_vmap("flexcp::attention")
+@torch.library.register_vmap("flexcp::flex_attention")
 def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise NotImplementedError(_TRANSFORMED)

@@ -82,8 +82,7 @@ class TokenMask(BlockMask):
         pass
 
 
-_REFUSED = 1  # the number of a token that belongs to no plan
-_ids = itertools.count(_REFUSED + 1)
+_ids = itertools.count(1)
 _tokens: "weakref.WeakValueDictionary[int, Token]" = weakref.WeakValueDictionary()
 # The same tokens by the address of their counts, which spares a GPU the wait for a number.
 _tokens_at: "weakref.WeakValueDictionary[int, Token]" = weakref.WeakValueDictionary()
@@ -100,7 +99,7 @@ class Token:
         self._plan = weakref.ref(plan)
         self.schedule = schedule
         number = next(_ids)
-        self.block_mask = token_mask(number, plan.local_len, plan.local_len, device)
+        self.block_mask = _token_mask(number, plan.local_len, plan.local_len, device)
         _tokens[number] = self
         _tokens_at[self.block_mask.kv_num_blocks.data_ptr()] = self
 
@@ -108,7 +107,7 @@ class Token:
         return self._plan()
 
 
-def token_mask(number: int, q_len: int, kv_len: int, device: torch.device) -> TokenMask:
+def _token_mask(number: int, q_len: int, kv_len: int, device: torch.device) -> TokenMask:
     num_blocks = torch.full((1, 1, 1), -number, dtype=torch.int32, device=device)
     indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     mask = TokenMask(
@@ -126,11 +125,6 @@ def token_mask(number: int, q_len: int, kv_len: int, device: torch.device) -> To
     )
     mask.handle = torch.tensor(number, device="cpu")
     return mask
-
-
-def refused_mask(q_len: int, kv_len: int, device: torch.device) -> TokenMask:
-    """A token of no plan: whatever executes it raises."""
-    return token_mask(_REFUSED, q_len, kv_len, device)
 
 
 def token_of(block_mask: tuple[Any, ...]) -> Token | None:

@@ -76,10 +76,15 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention through the public flex_attention."""
+    """Grouped-query attention through the public flex_attention.
+
+    Attributes:
+        attend: the function that is called; another one takes q, k, v, score_mod, block_mask and enable_gqa alike.
+    """
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
+        self.attend: Callable[..., Tensor] = flex_attention
         self.head_dim = config.head_dim
         self.ratio = config.num_heads // config.num_kv_heads
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -92,7 +97,7 @@ class Attention(nn.Module):
         self, x_BSC: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask, score_mod: Callable | None
     ) -> Tensor:
         q_BHSD, k_BGSD, v_BGSD = self.project(x_BSC, cos, sin)
-        out_BHSD = flex_attention(
+        out_BHSD = self.attend(
             q_BHSD, k_BGSD, v_BGSD, score_mod=score_mod, block_mask=block_mask, enable_gqa=self.ratio > 1
         )
         return self.o_proj(rearrange(out_BHSD, "b h s d -> b s (h d)"))

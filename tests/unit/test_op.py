@@ -149,7 +149,7 @@ def test_the_operator_is_in_the_graph() -> None:
         return graph.forward
 
     torch.compile(second, backend=backend, fullgraph=True)(*qkv(), make_plan())
-    assert seen.count("flexcp.attention") == 1
+    assert seen.count("flexcp.flex_attention") == 1
 
 
 def test_several_masks_by_name_and_by_token() -> None:
@@ -294,7 +294,7 @@ def test_selective_checkpointing_saves_the_operator(compiled: bool, inside: bool
     monkeypatch.setattr(call, "forward", lambda *a: count.append(1) or forward(*a))
 
     def policy(ctx, op, *args, **kwargs):
-        saved = op is torch.ops.flexcp.attention.default
+        saved = op is torch.ops.flexcp.flex_attention.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def block(q, k, v):
