@@ -38,13 +38,15 @@ def run(argv: list, cwd: Path) -> str:
 
 
 def test_the_programs_run_and_the_number_of_ranks_does_not_matter(tmp_path: Path) -> None:
-    quickstart, own_masks = PROGRAMS
+    quickstart, own_masks, compiled = PROGRAMS
     (tmp_path / "quickstart.py").write_text(quickstart)
     (tmp_path / "own_masks.py").write_text(own_masks)
+    (tmp_path / "compiled.py").write_text(compiled)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    commands = [[*torchrun, ranks, "quickstart.py"] for ranks in (1, 2)] + [[sys.executable, "own_masks.py"]]
+    commands = [[*torchrun, ranks, "quickstart.py"] for ranks in (1, 2)]
+    commands += [[sys.executable, name] for name in ("own_masks.py", "compiled.py")]
     with ThreadPoolExecutor(2) as pool:
-        one, two, _ = pool.map(lambda argv: run(argv, tmp_path), commands)
+        one, two, *_ = pool.map(lambda argv: run(argv, tmp_path), commands)
     assert re.fullmatch(r"loss 5\.\d{4}, logits \(1, 1000, 256\)", one)
     assert two == one
 

@@ -1,0 +1,139 @@
+"""What the two doors cost, and what compiling a block gives; on one device, which is a group of one.
+
+python scripts/bench_door.py [--device cuda] [--seq-len 8192] [--steps 100]
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import tyro
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import flex_attention
+
+import flexcp
+from flexcp import kernel, masks
+from flexcp.kernel import Score
+from flexcp.models import get_config
+from flexcp.models.llama3 import Layer
+from flexcp.models.rope import rope_table
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _host_ms(function: Callable[[], object], device: str, repeat: int) -> float:
+    """Median time until the call returns, which on a GPU is not until its kernels are done."""
+    times = []
+    for i in range(repeat + 3):
+        _wait(device)
+        begun = time.perf_counter()
+        function()
+        if i >= 3:
+            times.append(time.perf_counter() - begun)
+    return sorted(times)[repeat // 2] * 1e3
+
+
+def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float:
+    def done() -> None:
+        function()
+        _wait(device)
+
+    return _host_ms(done, device, repeat)
+
+
+def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
+    """Host milliseconds of a call and of its backward: the kernel alone, and through each door."""
+    plan = flexcp.plan(masks.causal(), seq_len, 1, device=device)
+    (stage,) = plan.schedules["mask"].stages
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, h, plan.local_len, 64, device=device, dtype=dtype) for h in (8, 2, 2))
+    score, scale = Score(None), 64**-0.5
+    out, lse = kernel.forward(q, k, v, stage, score, scale)
+    dout = torch.randn_like(q)
+    out = out.to(dtype)
+    found = {
+        "kernel forward": _host_ms(lambda: kernel.forward(q, k, v, stage, score, scale), device, repeat),
+        "kernel backward": _host_ms(
+            lambda: kernel.backward(q, k, v, out, lse, dout, None, stage, score, scale), device, repeat
+        ),
+    }
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    doors = {
+        "second door": lambda: flexcp.flex_attention(*leaves, plan, enable_gqa=True),
+        "first door": lambda: flex_attention(*leaves, block_mask=plan.block_mask, enable_gqa=True),
+    }
+    for name, call in doors.items():
+        with flexcp.context_parallel(plan):
+            found[f"{name} forward"] = _host_ms(call, device, repeat)
+            result = call()
+            found[f"{name} backward"] = _host_ms(
+                lambda result=result: torch.autograd.grad(result, leaves, dout, retain_graph=True), device, repeat
+            )
+    return found
+
+
+def block(device: str, model: str, seq_len: int, steps: int, repeat: int, backend: str) -> dict[str, float]:
+    """One layer, eager and compiled with fullgraph: times, errors, and recompiles over steps with new documents."""
+    config = replace(get_config(model), num_layers=1)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    layer = Layer(config).to(device, dtype)
+    plan = _documents(seq_len, 0, device)
+    x = torch.randn(1, plan.local_len, config.dim, device=device, dtype=dtype).requires_grad_()
+    rope = rope_table(plan.positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+
+    def step(plan: flexcp.Plan) -> tuple[Tensor, ...]:
+        out = layer(x, *rope, plan.block_mask, None)
+        return (out.detach(), *torch.autograd.grad(out.float().square().mean(), [x, *layer.parameters()]))
+
+    layer.attn.attend = flexcp.flex_attention
+    want = step(plan)
+    eager_ms = _whole_ms(lambda: step(plan), device, repeat)
+    torch._dynamo.reset()
+    counters.clear()
+    flexcp.compile(layer, fullgraph=True, backend=backend, blocks=[layer])
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(step(plan), want)]
+    compiled_ms = _whole_ms(lambda: step(plan), device, repeat)
+    before = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(steps):
+            step(_documents(seq_len, i + 1, device))
+    return {
+        "eager ms": eager_ms,
+        "compiled ms": compiled_ms,
+        "largest relative error": max(errors),
+        "graphs": before,
+        f"recompiles in {steps} steps": counters["stats"]["unique_graphs"] - before,
+    }
+
+
+def _documents(seq_len: int, seed: int, device: str) -> flexcp.Plan:
+    cuts = torch.randint(0, 50, (seq_len,), generator=torch.Generator().manual_seed(seed))
+    ids = (cuts == 0).cumsum(0)
+    return flexcp.plan((masks.causal() & masks.document(ids)).to(device), seq_len, 1, device=device)
+
+
+def main(
+    device: str = "cuda",
+    model: str = "llama3-8b",
+    seq_len: int = 8192,
+    steps: int = 100,
+    repeat: int = 20,
+    backend: str = "inductor",
+) -> None:
+    """Prints every figure, one a line."""
+    found = overhead(device, seq_len, repeat)
+    for name, ms in found.items():
+        way = name.rpartition(" ")[2]
+        print(f"{name:24} {ms:9.3f} ms   over the kernel {ms - found[f'kernel {way}']:8.3f} ms")
+    for name, value in block(device, model, seq_len, steps, repeat, backend).items():
+        print(f"{name:24} {value:9.4g}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
