@@ -48,9 +48,7 @@ def shifted_score(score: Score, first: int, device: torch.device) -> Score:
         # The offset is a tensor, 0 too: as a number it would make every group a program of its own.
         return function(s, b, h + buffers[-1], q, kv, *buffers[:-1])
 
-    # One program for all groups and calls: a captured score arrives as a new graph with the same code.
-    code = getattr(function, "code", function)
-    shifted.code = f"of some heads: {code}" if isinstance(code, str) else code
+    shifted.code = "of some heads", score.identity  # one program for all groups and calls
     offset = torch.tensor(first, dtype=torch.int32, device=device)
     without = (False,) * (len(score.buffers) + 1 - len(score.needs_grad))
     return Score(shifted, (*score.buffers, offset), (*score.needs_grad, *without))

@@ -25,6 +25,17 @@ class Score:
     buffers: tuple[Any, ...] = ()
     needs_grad: tuple[bool, ...] = ()
 
+    @property
+    def identity(self) -> Any:
+        """What tells this function from others, and from call to call stays: its code, where that says all of it.
+
+        A captured score_mod arrives as a new graph each time, with the same code.
+        """
+        function = self.function
+        if isinstance(function, torch.fx.GraphModule) and any(node.op == "get_attr" for node in function.graph.nodes):
+            return function
+        return getattr(function, "code", function)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for every input dtype but fp64, which stays."""

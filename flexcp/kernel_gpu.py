@@ -202,7 +202,7 @@ def _functions(stage: Stage, score: "Score", q: Tensor, backend: str) -> tuple[F
         kept["tables"] = stage.q_start.to(torch.int32), stage.kv_start.to(torch.int32), last
     tensors = (*(x.detach() for x in score.buffers), *kept["tables"])
     function = _in_local_indices(stage, score)
-    key = (_identity(score.function), *((x.shape, x.dtype) for x in tensors))
+    key = (score.identity, *((x.shape, x.dtype) for x in tensors))
     if backend == "TRITON":
         # As it is, and not traced: the gradient of `table[index]` must be torch's own for scores, which knows scatter.
         return mask, Function(function, tensors, key, 5)
@@ -214,13 +214,6 @@ def _kept(kept: dict[Any, Any], key: tuple, make: Callable[[], Function], backen
     if key not in kept:
         kept[key] = for_flash(make(), q.shape[0]) if backend == "FLASH" else make()
     return kept[key]
-
-
-def _identity(function: Callable[..., Tensor]) -> Any:
-    """What two equal score_mods share: their code, where that says all of them."""
-    if isinstance(function, torch.fx.GraphModule) and any(node.op == "get_attr" for node in function.graph.nodes):
-        return function
-    return getattr(function, "code", function)
 
 
 def _in_local_indices(stage: Stage, score: "Score") -> Callable[..., Tensor]:
