@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flexcp.offload import Store
 
 MODES = ("none", "full", "selective")
-_ATTENTION = ("flex_attention", "flexcp.attention.default")  # both doors: torch's operator, and flexcp's own
+_ATTENTION = ("flex_attention", "flexcp.flex_attention.default")  # both doors: torch's operator, and flexcp's own
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], mode: str, store: Store | None = None) -> None:

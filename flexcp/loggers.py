@@ -33,6 +33,7 @@ def names_of(log: str) -> list[str]:
     for name in names:
         if name not in LOGGERS:
             raise unknown("log", name, LOGGERS)
+    for name in names:
         if name != "none" and find_spec(name) is None:
             raise UserError(f"--log {name} needs the package {name}: pip install 'flexcp[{name}]'")
     return [name for name in dict.fromkeys(names) if name != "none"]

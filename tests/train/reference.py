@@ -33,10 +33,14 @@ def token_losses(model: nn.Module, batch: Batch, visible: Tensor, score=None) ->
     def dense(q, k, v, *, score_mod=None, block_mask=None, enable_gqa=False):
         return oracle.attention(q, k, v, visible, score)[0]
 
-    original, llama3.flex_attention = llama3.flex_attention, dense
+    attentions = [module for module in model.modules() if isinstance(module, llama3.Attention)]
+    originals = [module.attend for module in attentions]
+    for module in attentions:
+        module.attend = dense
     try:
         logits = model(batch.tokens, batch.positions, None)
     finally:
-        llama3.flex_attention = original
+        for module, original in zip(attentions, originals):
+            module.attend = original
     losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="none")
     return losses.view_as(batch.labels)
