@@ -108,8 +108,10 @@ def plan(
         ulysses = ulysses_ranks(comm, ulysses or ranks.ulysses, size, model.one.num_kv_heads)
         sources = {name: block_source(one, seq_len, blocks, batch, heads, device) for name, one in masks.items()}
         for source, shape in zip(sources.values(), model.shapes(len(sources))):
-            for number in {source.heads, 1 if cost is None else shape.num_heads} - {1}:
-                check_heads(number, ulysses)
+            if source.heads > 1:  # else the same for all heads, however many there are
+                check_heads(source.heads, ulysses)
+            if cost is not None:
+                check_heads(shape.num_heads, ulysses)
         sizes = {source.block_size for source in sources.values()}
         if len(sizes) > 1:
             raise ValueError(f"all masks of a plan share one layout and so one block size, got {sorted(sizes)}")
@@ -330,6 +332,8 @@ def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
 def _check_numbers(seq_len: int, **optional: int | None) -> None:
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"seq_len is the number of tokens of the whole sequence, at least 1, got {seq_len!r}")
+    if seq_len >= 2**31:
+        raise ValueError(f"seq_len is below 2^31, since indices of tokens are int32, got {seq_len}")
     for what, number in optional.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{what} is a whole number, at least 1, got {number!r}")

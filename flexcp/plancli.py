@@ -33,6 +33,8 @@ from flexcp.planner import KINDS, named, of_stages
 from flexcp.table import Table, table_of
 from flexcp.usermask import load_mask
 
+# Indices of tokens are int32 in the kernels; and so many blocks make tables of 2 GiB for each head.
+_MOST_TOKENS, _MOST_BLOCKS = 2**31 - 1, 1 << 17
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. Returns its exit code: 0, or 2 after one sentence for a wrong use."""
     args = _parser().parse_args(argv)
     try:
+        check_numbers(args)
         if args.memory:
             show_memory(args)
         if args.mask is None:
@@ -57,6 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(report, Console(width=None if sys.stdout.isatty() else 140))
     return 0
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises UserError for numbers that nothing can be planned with, and a picture of an unknown kind."""
+    if args.cp < 1 or args.block_size < 1:
+        raise UserError(f"--cp and --block-size are at least 1, got {args.cp} and {args.block_size}")
+    if args.link_gb_s is not None and not 0 < args.link_gb_s < math.inf:
+        raise UserError(f"--link-gb-s is a finite number above 0, got {args.link_gb_s}")
+    for flag, gib in (("--device-gib", args.device_gib), ("--host-gib", args.host_gib)):
+        if not 0 <= gib < math.inf:
+            raise UserError(f"{flag} is a finite number, at least 0, got {gib}")
+    if args.memory and args.json:
+        raise UserError("--memory prints tables, which --json has no place for: leave one of them off")
+    if args.png is not None and args.png.suffix not in (".png", ".svg"):
+        raise UserError(f"--png writes .png or .svg, got {args.png.name!r}")
 
 
 def show_memory(args: argparse.Namespace) -> None:
@@ -108,10 +126,11 @@ def make_report(args: argparse.Namespace) -> dict:
         ValueError: what is wrong with the arguments.
     """
     seq_len = parse_size(args.seq_len)
-    if args.cp < 1 or args.block_size < 1:
-        raise UserError(f"--cp and --block-size are at least 1, got {args.cp} and {args.block_size}")
-    if args.link_gb_s is not None and not args.link_gb_s > 0:
-        raise UserError(f"--link-gb-s is above 0, got {args.link_gb_s}")
+    if seq_len > _MOST_BLOCKS * args.block_size:
+        raise UserError(
+            f"--seq-len {seq_len} in blocks of {args.block_size} makes more than {_MOST_BLOCKS} blocks, whose table "
+            "would not fit: pass a larger --block-size"
+        )
     config = get_config(args.model)
     shape = cost.Shape(config.num_heads, config.num_kv_heads, config.head_dim)
     model = cost.CostModel(shape, cost.calibrated(args.device, args.kernel, seq_len, args.link_gb_s))
@@ -233,6 +252,8 @@ def parse_size(text: str) -> int:
     size = int(found[1]) * _UNITS[found[2]] if found else 0
     if size < 1:
         raise UserError(f"--seq-len is a number of tokens such as 131072, 128K or 1M, got {text!r}")
+    if size > _MOST_TOKENS:
+        raise UserError(f"--seq-len is at most {_MOST_TOKENS} tokens, got {text!r}")
     return size
 
 
@@ -281,8 +302,6 @@ def human(size: float) -> str:
 def draw(args: argparse.Namespace, report: dict) -> None:
     """Writes the picture of --png."""
     layout = report["_layout"]
-    if args.png.suffix not in (".png", ".svg"):
-        raise UserError(f"--png writes .png or .svg, got {args.png.name!r}")
     drawing = masks.draw(report["_mask"], layout.seq_len, layout)
     try:
         drawing.save(args.png, cell=max(1, 768 // len(drawing.classes)))

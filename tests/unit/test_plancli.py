@@ -94,6 +94,9 @@ def test_table_and_drawing(capsys, tmp_path: Path) -> None:
         ({"--device": "h100"}, "did you mean h200"),
         ({"--kernel": "flsh"}, "did you mean flash"),
         ({"--link-gb-s": "-1"}, "above 0"),
+        ({"--link-gb-s": "inf"}, "finite"),
+        ({"--seq-len": "9999999999999M"}, "at most 2147483647 tokens"),
+        ({"--seq-len": "64M"}, "larger --block-size"),
         ({"--png": "plan.jpg"}, r"writes \.png or \.svg"),
         ({"--png": "/no/such/folder/plan.png"}, "cannot be written"),
     ],
@@ -107,3 +110,21 @@ def test_wrong_uses_get_a_sentence(changed: dict[str, str], sentence: str, capsy
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 1
     assert re.search(sentence, printed.err)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--cp", "0"], "at least 1"),
+        (["--device-gib", "inf"], "--device-gib is a finite number"),
+        (["--device-gib", "nan"], "--device-gib is a finite number"),
+        (["--host-gib", "-3"], "--host-gib is a finite number, at least 0"),
+        (["--json"], "leave one of them off"),
+    ],
+)
+def test_wrong_uses_of_memory_get_a_sentence(more: list[str], sentence: str, capsys) -> None:
+    assert plancli.main(["--memory", "--seq-len", "1K", "--cp", "2", *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert sentence in printed.err

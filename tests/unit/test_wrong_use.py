@@ -8,6 +8,7 @@ import torch
 import flexcp
 from flexcp import masks
 from flexcp.agreement import mask_digest
+from flexcp.cost import CostModel, Shape
 
 
 def test_a_plans_own_token_is_no_mask_for_another() -> None:
@@ -22,6 +23,16 @@ def test_a_plans_own_token_is_no_mask_for_another() -> None:
 def test_numbers_are_checked(keywords) -> None:
     with pytest.raises(ValueError, match=next(iter(keywords))):
         flexcp.plan(masks.causal(), 100, 2, **keywords)
+
+
+def test_more_tokens_than_indices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"below 2\^31"):
+        flexcp.plan(masks.causal(), 2**31, 2)
+
+
+def test_one_head_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match="1 query heads cannot be shared evenly by the 2 ranks"):
+        flexcp.plan(masks.causal(), 100, 2, comm="ulysses", cost=CostModel(Shape(1, 1, 16)))
 
 
 def test_a_mask_that_fails_past_the_first_pair_is_named() -> None:
