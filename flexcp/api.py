@@ -321,6 +321,8 @@ class Plan:
 
 
 def _check_like(like: Plan, seq_len: int, size: int, names: list[str]) -> None:
+    if not isinstance(like, Plan):
+        raise TypeError(f"like is an earlier flexcp.Plan, got {type(like).__name__}")
     own = like.seq_len, like.cp_size, list(like.schedules)
     if own != (seq_len, size, names):
         raise ValueError(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flexcp.api import Plan
 
 LN2 = math.log(2.0)
+# Others would be truncated, or lose their imaginary part, on their way through the accumulation dtype.
+_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def forward(
@@ -97,6 +99,10 @@ def check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"attention takes q [B, H, L, D], k [B, G, L, D] and v [B, G, L, Dv], but got {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype")
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"q, k and v are {q.dtype}; cast them to one of {', '.join(map(str, _DTYPES))}")
+    if not all(x.numel() for x in (q, k, v)):
+        raise ValueError(f"attention needs at least one row, head and dim of each, but got {shapes}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
     if not q.shape[0] == k.shape[0] == v.shape[0]:

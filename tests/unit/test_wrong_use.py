@@ -30,6 +30,11 @@ def test_more_tokens_than_indices_are_refused() -> None:
         flexcp.plan(masks.causal(), 2**31, 2)
 
 
+def test_like_is_a_plan() -> None:
+    with pytest.raises(TypeError, match=r"earlier flexcp\.Plan, got str"):
+        flexcp.plan(masks.causal(), 100, 2, like="ring")
+
+
 def test_one_head_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match="1 query heads cannot be shared evenly by the 2 ranks"):
         flexcp.plan(masks.causal(), 100, 2, comm="ulysses", cost=CostModel(Shape(1, 1, 16)))
@@ -70,6 +75,26 @@ def test_mixed_dtypes_are_refused() -> None:
     x = torch.randn(1, 1, 128, 16)
     with flexcp.context_parallel(plan), pytest.raises(ValueError, match="cast them to one dtype"):
         flex_attention(x, x, x.bfloat16(), block_mask=plan.block_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_dtypes_that_attention_would_truncate_are_refused(dtype: torch.dtype) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    x = torch.ones(1, 1, 128, 16, dtype=dtype)
+    with pytest.raises(ValueError, match="cast them to one of"):
+        flexcp.flex_attention(x, x, x, plan)
+    with flexcp.context_parallel(plan), pytest.raises(ValueError):  # torch's own sentence, or ours
+        flex_attention(x, x, x, block_mask=plan.block_mask)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 128, 16), (1, 0, 128, 16), (1, 1, 128, 0)])
+def test_empty_inputs_are_refused(shape: tuple[int, ...]) -> None:
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    x = torch.ones(shape)
+    with pytest.raises(ValueError, match="at least one row, head and dim"):
+        flexcp.flex_attention(x, x, x, plan)
 
 
 @pytest.mark.parametrize("comm", ["gather", "exchange"])
