@@ -128,7 +128,7 @@ class TrainConfig(LongOptions):
     """What a token sees: an expression over flexcp.masks, module:function, or path/to/file.py:function."""
 
     comm: str = "auto"
-    """How keys and values reach the ranks: auto, gather, ring or exchange."""
+    """How keys and values reach the ranks: auto, gather, ring, exchange, ulysses, or ulysses+ring and the like."""
 
     balance: str = "auto"
     """How a sequence is divided: auto, contiguous, head_tail, per_document, ptrr, min_heap or affinity."""
@@ -286,6 +286,10 @@ def check(config: TrainConfig) -> None:
     for name in ("profile", "memory_snapshot"):
         if getattr(config, name) and config.out is None:
             raise UserError(f"--{name.replace('_', '-')} needs --out, the folder where its files are written")
+    if config.log != "none" and config.out is None:
+        raise UserError(f"--log {config.log} needs --out, the folder where its files are written")
+    if config.eval_every and config.eval_data is None:
+        raise UserError(f"--eval-every {config.eval_every} has nothing to evaluate on: add --eval-data")
 
 
 def _check_step_in_backward(config: TrainConfig) -> None:

@@ -19,5 +19,5 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return UserError(f"unknown {kind} {name!r}: {hint}(known: {', '.join(known)})")
+    hint = f": did you mean {' or '.join(near)}?" if near else ""
+    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")

@@ -8,10 +8,10 @@ class LongOptions:
     """A part of `config.TrainConfig`; what goes with what is checked in `fit`."""
 
     offload_keep: float = 0.0
-    """GiB of it that stay on the GPU, the newest."""
+    """GiB of what --offload moves that stay on the GPU, the newest."""
 
     offload_fp8: str = "off"
-    """on: it is stored in 8 bits, which rounds every element by up to a sixteenth."""
+    """on: what --offload moves is stored in 8 bits, which rounds every element by up to a sixteenth."""
 
     tile: int = 0
     """Tokens that norms, projections and the MLP take at a time; 0: all. With --ac."""

@@ -174,3 +174,17 @@ def test_memory_is_counted_and_refused() -> None:
         require_memory(big, thousand, cpu, 1000)
     with pytest.raises(UserError, match=r"the longest sequence that fits is --seq-len \d+"):
         require_memory(TrainConfig(seq_len=10**10), one, cpu, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"log": "tensorboard"}, "--log tensorboard needs --out"),  # else event files lie in the working directory
+        ({"eval_every": 2}, "--eval-every 2 has nothing to evaluate on: add --eval-data"),
+        ({"comm": "foo"}, "unknown comm 'foo' (known: auto, gather"),
+    ],
+)
+def test_flags_that_would_do_nothing_or_leave_files_behind_are_refused(fields: dict, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(TrainConfig(**fields))
+    assert words in str(caught.value)
