@@ -2,8 +2,13 @@ import logging
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.ranks import Ranks
+
+# The ranks have one thread each, too. With two, the first float64 forward of a process was off by 5e-11 now and then
+# (dense, torch alone; docs/log.md).
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,6 @@ from flexcp.masks import scores
 
 gym = pytest.importorskip("attn_gym.masks")
 mods = pytest.importorskip("attn_gym.mods")
-torch.set_num_threads(1)
 
 S = 48
 

@@ -8,8 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flexcp import masks
 from tests.unit.masks_oracle import assert_classes, brute_classes
 
-torch.set_num_threads(1)
-
 S, B, H = 24, 2, 2
 sizes = st.integers(1, S + 4)
 QUIET = settings(

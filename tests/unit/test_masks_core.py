@@ -11,8 +11,6 @@ import torch
 from flexcp import masks
 from tests.unit.masks_oracle import DOCS, DOCS2, EXACT, S
 
-torch.set_num_threads(1)
-
 
 def test_repr_reads_like_the_expression():
     a, b, c = masks.causal(), masks.full(), masks.prefix_lm(3)

@@ -10,8 +10,6 @@ import torch
 import flexcp
 from flexcp import masks
 
-torch.set_num_threads(1)
-
 DOCS = torch.arange(512) // 200
 PACKED = masks.causal() & masks.document(DOCS)
 

@@ -19,8 +19,6 @@ from tests.unit.masks_oracle import (
     ranges,
 )
 
-torch.set_num_threads(1)
-
 SIZES = [(1, 1), (1, 8), (8, 1), (8, 8), (16, 4), (5, 7), (48, 48), (3, 16)]
 ALL = [(mask, True, True) for mask in EXACT] + CONSERVATIVE
 

@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexcp import masks
 from flexcp.masks import scores
 
-torch.set_num_threads(1)
-
 
 class LargestResult(TorchDispatchMode):
     """The size of the largest tensor that an operator returns, in bytes."""

@@ -8,8 +8,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexcp.masks import scores
 
-torch.set_num_threads(1)
-
 B, H, S, D = 2, 3, 40, 16
 b, h, q, kv = (torch.arange(n).reshape([-1 if a == at else 1 for a in range(4)]) for at, n in enumerate((B, H, S, S)))
 GENERATOR = torch.Generator().manual_seed(0)
