@@ -8,7 +8,7 @@ from tests import matrix
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sampled_case" in metafunc.fixturenames:
-        cases = matrix.sample(metafunc.config.getoption("--matrix-seed"), at_least=120)
+        cases = matrix.sample(metafunc.config.getoption("--matrix-seed"), at_least=60)
         metafunc.parametrize("sampled_case", cases, ids=str)
 
 

@@ -58,8 +58,8 @@ def bytes_of_a_step(comm: str, lean: Lean | None, fsdp: bool, mask: str) -> tupl
     [
         ("gather", None, True, "documents"),
         ("exchange", Lean(tile=100, head_groups=2, every=2), True, "documents"),
-        ("exchange", Lean(tile=100, keep_attention=False), False, "plain"),
-        ("ring", None, False, "plain"),
+        pytest.param("exchange", Lean(tile=100, keep_attention=False), False, "plain", marks=pytest.mark.slow),
+        pytest.param("ring", None, False, "plain", marks=pytest.mark.slow),
     ],
     ids=str,
 )
