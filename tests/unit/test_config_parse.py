@@ -185,6 +185,8 @@ def test_memory_is_counted_and_refused() -> None:
     ],
 )
 def test_flags_that_would_do_nothing_or_leave_files_behind_are_refused(fields: dict, words: str) -> None:
+    if "log" in fields:
+        pytest.importorskip(fields["log"])  # a missing package is said before a missing folder
     with pytest.raises(UserError) as caught:
         check(TrainConfig(**fields))
     assert words in str(caught.value)
