@@ -134,7 +134,8 @@ def _score(score_mod: Callable[..., Tensor] | ScoreMod | None) -> tuple[int, tup
 def _attention(q, k, v, handle, score, score_tensors, scale):
     token, modified = token_by(handle), Score(function_of(score), tuple(score_tensors))
     with compat.below_autograd():
-        return call.forward(q, k, v, token, token.plan(), modified, scale)
+        out, lse = call.forward(q, k, v, token, token.plan(), modified, scale)
+    return out.contiguous(), lse.contiguous()  # the strides that the fakes promise: inductor reads by them
 
 
 @torch.library.register_fake("flexcp::flex_attention")
@@ -148,7 +149,7 @@ def _attention_backward(q, k, v, out, lse, dout, dlse, handle, score, tensors, n
     token, modified = token_by(handle), Score(function_of(score), tuple(tensors), tuple(needs_grad))
     with compat.below_autograd():
         *dqkv, grads = call.backward(q, k, v, out, lse, dout, dlse, token, token.plan(), modified, scale, sum_captured)
-    return [*dqkv, *[grad for grad in grads if grad is not None]]
+    return [grad.contiguous() for grad in (*dqkv, *grads) if grad is not None]
 
 
 @torch.library.register_fake("flexcp::flex_attention_backward")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import flexcp
 from flexcp import masks
 from flexcp.masks import scores
+from flexcp.scoremod import constant_number
 from tests import oracle
 
 S, H, G, D = 200, 4, 2, 16
@@ -150,6 +151,19 @@ def test_the_operator_is_in_the_graph() -> None:
 
     torch.compile(second, backend=backend, fullgraph=True)(*qkv(), make_plan())
     assert seen.count("flexcp.flex_attention") == 1
+
+
+def test_results_have_the_strides_that_a_compiler_was_promised() -> None:
+    """Inductor reads by the fakes' strides, which are those of contiguous tensors whatever the inputs' are."""
+    plan = make_plan()
+    rows = [torch.randn(2, 256, heads, D).transpose(1, 2).requires_grad_() for heads in (H, G, G)]
+    bias = torch.zeros(S, H).T.requires_grad_()
+    args = (*rows, plan.block_mask.handle, constant_number(learned), [bias], 0.25)
+    out, lse = torch.ops.flexcp.flex_attention(*args)
+    more = (out, lse, torch.ones_like(out), None)
+    grads = torch.ops.flexcp.flex_attention_backward(*rows, *more, *args[3:6], [True], 0.25, False)
+    assert len(grads) == 4
+    assert all(x.is_contiguous() for x in (out, lse, *grads))
 
 
 def test_several_masks_by_name_and_by_token() -> None:
