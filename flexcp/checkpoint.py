@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flexcp.errors import UserError
 from flexcp.manifest import MANIFEST, Entry, Manifest, Piece, folder_of, key, read_manifest, remove_unfinished, steps_in
+from flexcp.models.durable import sync_folder, write_durably
 from flexcp.shards import Box, Encoding, box_of, local_of, parts_of
 
 
@@ -203,14 +204,14 @@ class Checkpointer:
                 raise OSError(
                     0, "rank 0 does not see it: --out must be a folder that all hosts share", temporary / file
                 )
-        _write_text(temporary / MANIFEST, Manifest(save.step, save.state, files, self._entries).to_json())
-        _sync_folder(temporary)
+        write_durably(temporary / MANIFEST, Manifest(save.step, save.state, files, self._entries).to_json())
+        sync_folder(temporary)
         aside = self.root / f".{folder.name}.old"
         if folder.exists():  # incomplete or damaged, or the run would have gone on from it
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(folder, aside)
         os.rename(temporary, folder)
-        _sync_folder(self.root)
+        sync_folder(self.root)
         shutil.rmtree(aside, ignore_errors=True)
         if self.keep_last:
             self._remove_old()
@@ -299,18 +300,3 @@ def _fresh(folder: Path) -> None:
     """An empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

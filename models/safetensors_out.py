@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from flexcp.models.durable import sync_folder, write_durably
 from flexcp.models.errors import CheckpointError
 from flexcp.models.hf_config import config_to_hf, read_json
 from flexcp.models.llama3 import Llama3
@@ -79,10 +80,10 @@ def save_pretrained(
             os.chmod(temporary, 0o777 & ~_umask())
             _write_weights(temporary, weights, shard_bytes, whole)
             fields = config_to_hf(model.config, dtypes.pop(), kept)
-            _write_text(temporary / "config.json", json.dumps(fields, indent=2) + "\n")
+            write_durably(temporary / "config.json", json.dumps(fields, indent=2) + "\n")
             for path in _companions(origin, tokenizer):
-                _write_text(temporary / path[1], path[0].read_bytes())
-            _sync_folder(temporary)
+                write_durably(temporary / path[1], path[0].read_bytes())
+            sync_folder(temporary)
             _put(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -122,7 +123,7 @@ def _write_weights(
         weight_map |= {name: file for name, _ in shard}
     total = sum(tensor.nbytes for _, tensor in weights)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: Path, tensors: list[tuple[str, Tensor]], whole: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -146,21 +147,6 @@ def _write_file(path: Path, tensors: list[tuple[str, Tensor]], whole: Callable[[
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
     flat = tensor.cpu().contiguous().flatten()
     file.write(memoryview(flat.view(torch.uint8).numpy()))
-
-
-def _write_text(path: Path, content: str | bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def require_replaceable(folder: Path) -> None:
@@ -191,7 +177,7 @@ def _put(temporary: Path, folder: Path) -> None:
         finally:
             if folder.exists():
                 shutil.rmtree(aside, ignore_errors=True)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _umask() -> int:

@@ -93,7 +93,7 @@ def _die_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return called
 
-    for owner, names in ((os, ("fsync", "rename", "open")), (checkpoint, ("save_file", "_write_text"))):
+    for owner, names in ((os, ("fsync", "rename", "open")), (checkpoint, ("save_file", "write_durably"))):
         for name in names:
             monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", dying(checkpoint.shutil.rmtree))
