@@ -201,6 +201,17 @@ class Bench:
             times.append((self.ms(call, self.repeat), self.ms(back, self.repeat)))
         return Row("torch flex CP", max(f for f, _ in times), max(b for _, b in times))
 
+    def others(self, case: Case) -> dict[str, Callable[[], Row]]:
+        """What stands beside flexcp, by its title."""
+        found: dict[str, Callable[[], Row]] = {"torch flex CP": partial(self.torchs, case)}
+        if case.causal:
+            for title, backend in (
+                ("cuDNN / cp", SDPBackend.CUDNN_ATTENTION),
+                ("FA2 / cp", SDPBackend.FLASH_ATTENTION),
+            ):
+                found[title] = partial(self.sdpa, title, backend)
+        return found
+
     def _torchs_balancer(self, case: Case) -> Any:
         from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
             _HeadTailLoadBalancer,
@@ -294,26 +305,32 @@ def attention(
         f"{seq_len:,} tokens, cp {cp}, {heads[0]}:{heads[1]} heads, D {heads[2]}, {bench.q.dtype}; "
         f"{name}, torch {torch.__version__}; median of {repeat}"
     )
-    for case in cases(seq_len, mask):
+    print_tables(bench, mask, schedules, others, console.print)
+
+
+def print_tables(
+    bench: Bench, names: tuple[str, ...], schedules: tuple[str, ...], others: bool, say: Callable[[Any], None]
+) -> None:
+    """A table a mask, each line measured in turn."""
+    for case in cases(bench.seq_len, names):
         one, reference = bench.one_device(case)
-        rows = [Row("one device / cp", one.forward / cp, one.backward / cp)]
+        rows = [Row("one device / cp", one.forward / bench.cp, one.backward / bench.cp)]
         ours = partial(bench.schedule, case=case, reference=reference)
-        wanted = [(schedule, partial(ours, schedule, **SCHEDULES[schedule])) for schedule in schedules]
-        if others and device == "cuda":
-            wanted.append(("torch flex CP", partial(bench.torchs, case)))
-            if case.causal:
-                wanted.append(("cuDNN / cp", partial(bench.sdpa, "cuDNN / cp", SDPBackend.CUDNN_ATTENTION)))
-                wanted.append(("FA2 / cp", partial(bench.sdpa, "FA2 / cp", SDPBackend.FLASH_ATTENTION)))
-        for title, measure in wanted:
+        wanted = {schedule: partial(ours, schedule, **SCHEDULES[schedule]) for schedule in schedules}
+        if others and bench.device == "cuda":
+            wanted |= bench.others(case)
+        for title, measure in wanted.items():
+            begun = time.perf_counter()
             try:
                 rows.append(measure())
-            except Exception as error:  # a table with a hole says more than none
-                console.print(f"{title}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
-            if device == "cuda":
+            except Exception as error:  # the same one on every rank: a table with a hole says more than none
+                say(f"{title}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            if bench.device == "cuda":
                 torch.cuda.empty_cache()
+            say(f"{case.name}, {title}: {time.perf_counter() - begun:.0f} s")
         again, _ = bench.one_device(case)  # the clocks may have moved in between
-        rows.append(Row("one device / cp, again", again.forward / cp, again.backward / cp))
-        console.print(table(case, rows, 4 * heads[0] * heads[2] * case.pairs / cp / 1e9))
+        rows.append(Row("one device / cp, again", again.forward / bench.cp, again.backward / bench.cp))
+        say(table(case, rows, 4 * bench.heads * bench.dim * case.pairs / bench.cp / 1e9))
 
 
 def table(case: Case, rows: list[Row], gflops: float) -> Table:

@@ -8,16 +8,14 @@ time of FLASH alone on one GPU, divided by the ranks, over it. `exposed` is the 
 a rank's GPU did nothing but communicate, from the profiler's trace.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
-from bench_attention import MASKS, SCHEDULES, Bench, Case, Row, cases, table
+from bench_attention import MASKS, SCHEDULES, Bench, Case, Row, print_tables
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,6 +86,14 @@ class RankBench(Bench):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             call = partial(torch.nn.functional.scaled_dot_product_attention, *leaves, is_causal=True)
             return self._measured(name, call, leaves, dout)
+
+    def others(self, case: Case) -> dict[str, Callable[[], Row]]:
+        found: dict[str, Callable[[], Row]] = {"torch flex CP": partial(self.torchs_flex, case)}
+        if case.causal:
+            for name, backend in (("FA2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+                title = f"torch ring, {name}"
+                found[title] = partial(self.torchs_ring, title, backend)
+        return found
 
     def ms(self, function: Callable[[], object], repeat: int) -> float:
         """As in `Bench`, all ranks together, the slowest of them."""
@@ -167,26 +173,7 @@ def main(
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     bench = RankBench(mesh, seq_len, heads, repeat)
     say = Console(width=160).print if mesh.get_rank() == 0 else lambda *_: None
-    for case in cases(seq_len, mask):
-        one, reference = bench.one_device(case)
-        rows = [Row("one device / cp", one.forward / bench.cp, one.backward / bench.cp)]
-        ours = partial(bench.schedule, case=case, reference=reference)
-        wanted: list[tuple[str, Callable[[], Any]]] = []
-        for name in schedules:
-            wanted.append((name, partial(ours, name, **SCHEDULES[name])))
-        if others and device == "cuda":
-            wanted.append(("torch flex CP", partial(bench.torchs_flex, case)))
-            for name, backend in (("FA2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-                if case.causal:
-                    wanted.append((f"torch ring, {name}", partial(bench.torchs_ring, f"torch ring, {name}", backend)))
-        for title, measure in wanted:
-            begun = time.perf_counter()
-            try:
-                rows.append(measure())
-            except Exception as error:  # the same one on every rank: a table with a hole says more than none
-                say(f"{title}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
-            say(f"{case.name}, {title}: {time.perf_counter() - begun:.0f} s")
-        say(table(case, rows, 4 * heads[0] * heads[2] * case.pairs / bench.cp / 1e9))
+    print_tables(bench, mask, schedules, others, say)
     dist.destroy_process_group()
 
 
