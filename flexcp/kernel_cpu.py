@@ -227,8 +227,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _add_keys(total: Tensor, tile: _Tile, part: Tensor) -> None:
-    if total.shape[0] != part.shape[0]:  # keys shared by all batch rows
-        part = part.sum(0, keepdim=True)
     if isinstance(tile.columns, slice):
         total[:, :, tile.columns] += part
     else:
