@@ -49,7 +49,8 @@ class Profiler:
         """Before a step, from 1."""
         if self.steps is not None and self._profile is None and self.steps[0] <= step < self.steps[1]:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self._profile = profile(activities=kinds, record_shapes=True)
+            # Without acc_events, torch 2.11 warns that events of earlier cycles are lost; there is one cycle here.
+            self._profile = profile(activities=kinds, record_shapes=True, acc_events=True)
             self._profile.start()
 
     def end(self, step: int) -> None:
