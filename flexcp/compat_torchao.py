@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import warnings
 from types import ModuleType
 
 _NOISY = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")
@@ -14,7 +15,12 @@ def torchao(module: str) -> ModuleType:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        return importlib.import_module(f"torchao.{module}")
+        with warnings.catch_warnings():
+            # Where it has not been compiled to .pyc yet, Python says that its strings have invalid escape sequences: as
+            # a SyntaxWarning from 3.12 on, which everyone sees, and as a DeprecationWarning before.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(f"torchao.{module}")
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
