@@ -225,6 +225,8 @@ def million(
 ) -> None:
     """One rank of many: a whole step of a sequence that is divided over them, attention not computed twice."""
     ends = time.perf_counter() + common.limit_s
+    if common.device == "cuda":  # or DeviceMesh warns, and takes the GPU of this rank's number
+        torch.cuda.set_device(0)
     simulate(rank, world, gb_s)
     try:
         mesh = Mesh(Degrees(cp=world), common.device)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
@@ -31,6 +32,22 @@ def test_one_rank_of_two(bench, capsys) -> None:
     assert len(rows(out)) == 1
     assert "rank 1 of 2 at 450 GB/s" in out
     assert "not measured: waiting for slower ranks" in out
+    assert not dist.is_initialized()
+
+
+def test_the_gpu_is_chosen_before_a_mesh_is_made(bench, monkeypatch) -> None:
+    """Otherwise DeviceMesh warns and takes the GPU of the simulated rank's number, which need not be there."""
+    calls: list[object] = []
+
+    def mesh(*_: object) -> None:
+        calls.append("mesh")
+        raise KeyboardInterrupt  # this machine need not have a GPU
+
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(bench, "Mesh", mesh)
+    with pytest.raises(KeyboardInterrupt):
+        bench.million(bench.Common(model="llama3-debug", device="cuda"), rank=3)
+    assert calls == [0, "mesh"]
     assert not dist.is_initialized()
 
 
