@@ -1,40 +1,25 @@
-"""The settings of a run, their defaults, and what must hold between them; `commandline` reads them.
+"""The settings of a run and their defaults; `commandline` reads them, and `checks` says what must hold between them.
 
-Fields are plain strings and numbers so that any of them can stand in a file or on the command line, and so
-that a wrong one is answered with a sentence and near misses. Everything that can be checked without processes
-is checked here, before ranks are started and again in each rank.
+Fields are plain strings and numbers so that any of them can stand in a file or on the command line, and so that a wrong
+one is answered with a sentence and near misses.
 """
 
 import dataclasses
-import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import yaml
 
-from flexcp import activation, loggers, planner, profiling
-from flexcp.balance import BALANCES
 from flexcp.errors import UserError, unknown
-from flexcp.fp8 import RECIPES, check_fp8
-from flexcp.group import ulysses_ranks
-from flexcp.heads import check_heads
 from flexcp.leanlayer import Lean
 from flexcp.longoptions import LongOptions
-from flexcp.mesh import Degrees, resolve
-from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config, require_replaceable
-from flexcp.models.rope import PRECISIONS
+from flexcp.models import CONFIGS, CheckpointError, Llama3Config, get_config, read_config
 from flexcp.offload import Store
-from flexcp.optim import OPTIMIZERS
-from flexcp.packing import LONG_DOCUMENTS, PACKINGS, POSITIONS
 from flexcp.parallelize import Parallel
-from flexcp.tp import check_tp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
-COMMS = ("auto", *planner.COMMS)
-SAVE_MODES = ("async", "sync")
 
 
 @dataclass(frozen=True)
@@ -236,159 +221,3 @@ class TrainConfig(LongOptions):
         for name in ("config", "dry_run"):  # the values of the first are in here already
             del values[name]
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def check(config: TrainConfig) -> None:
-    """Refuses values that no run can use. Costs nothing and looks at nothing but the config.
-
-    Raises:
-        UserError: naming the flag, the value and what it must be.
-    """
-    names = (
-        *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
-        *(("ac", activation.MODES), ("offload", ("on", "off")), ("fsdp", ("on", "off"))),
-        *(("fp8", RECIPES), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
-        *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
-        *(("save_mode", SAVE_MODES), ("memory", ("given", "auto")), ("offload_fp8", ("on", "off"))),
-    )
-    for name, known in names:
-        if getattr(config, name) not in known:
-            raise unknown(name, getattr(config, name), known)
-    config.model_config()
-    for name in ("seq_len", "batch", "grad_accum", "steps", "log_every", "eval_batches", "checkpoint_every", "world"):
-        _demand(config, name, getattr(config, name) >= 1, "at least 1")
-    _demand(config, "pp", config.pp == 1, "1: pipeline parallelism is not supported; use --cp, --tp and --dp-shard")
-    for name in (
-        "warmup_steps",
-        "seed",
-        "eval_every",
-        "save_every",
-        "keep_last",
-        "memory_snapshot",
-        "tile",
-        "loss_chunk",
-    ):
-        _demand(config, name, getattr(config, name) >= 0, "0 or more")
-    for name in ("lr", "weight_decay", "z_loss", "offload_keep"):
-        _demand(config, name, 0 <= getattr(config, name) < math.inf, "a number of 0 or more")
-    if config.offload == "on" and config.ac == "none":
-        raise UserError("--offload on moves the layers' inputs that --ac keeps, and --ac is none: add --ac selective")
-    if config.optim == "adamw_bf16" and config.dtype != "bfloat16":
-        raise UserError(
-            f"--optim adamw_bf16 is for bfloat16 weights, and --dtype is {config.dtype}: pass --dtype bfloat16, or "
-            "--optim adamw or adamw8bit"
-        )
-    if config.optim_step == "in_backward":
-        _check_step_in_backward(config)
-    _demand(config, "grad_clip", config.grad_clip is None or config.grad_clip > 0, "more than 0, or None")
-    loggers.names_of(config.log)
-    profiling.steps_of(config.profile)
-    for name in ("profile", "memory_snapshot"):
-        if getattr(config, name) and config.out is None:
-            raise UserError(f"--{name.replace('_', '-')} needs --out, the folder where its files are written")
-    if config.log != "none" and config.out is None:
-        raise UserError(f"--log {config.log} needs --out, the folder where its files are written")
-    if config.eval_every and config.eval_data is None:
-        raise UserError(f"--eval-every {config.eval_every} has nothing to evaluate on: add --eval-data")
-
-
-def _check_step_in_backward(config: TrainConfig) -> None:
-    if config.grad_accum > 1:
-        raise UserError(
-            f"--optim-step in_backward steps at each backward, and --grad-accum {config.grad_accum} has several in a "
-            "step: leave one of them off"
-        )
-    if config.grad_clip is not None:
-        raise UserError(
-            f"--optim-step in_backward has no gradients left when their norm is known, so --grad-clip "
-            f"{config.grad_clip} cannot be kept: pass --grad-clip None, or --optim-step after"
-        )
-
-
-def _demand(config: TrainConfig, name: str, holds: bool, wanted: str) -> None:
-    if not holds:
-        raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}, and must be {wanted}")
-
-
-def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
-    """The grid of ranks of a run.
-
-    Args:
-        num_ranks: that have been started; None where they are still to be.
-
-    Raises:
-        UserError: a grid of another size, or rows that it cannot divide.
-    """
-    grid = resolve(config.dp_replicate, config.dp_shard, config.cp, config.tp, num_ranks)
-    if config.batch % grid.dp:
-        raise UserError(
-            f"--batch {config.batch} rows cannot be divided equally over {grid.dp} data parallel ranks "
-            f"(--dp-replicate {grid.dp_replicate} x --dp-shard {grid.dp_shard}): make it a multiple of {grid.dp}"
-        )
-    if config.grad_accum > config.batch // grid.dp:
-        raise UserError(
-            f"--grad-accum {config.grad_accum} is more than the {config.batch // grid.dp} row(s) of a step that each "
-            f"rank has (--batch {config.batch} over {grid.dp} data parallel rank(s)): lower it, or raise --batch"
-        )
-    model = config.model_config()
-    check_tp(
-        grid.tp,
-        {
-            "query heads": model.num_heads,
-            "KV heads": model.num_kv_heads,
-            "columns of the MLP": model.ffn_dim,
-            "rows of the vocabulary": model.vocab_size,
-        },
-    )
-    if config.comm.startswith("ulysses"):
-        heads, kv_heads = model.num_heads // grid.tp, model.num_kv_heads // grid.tp
-        try:
-            check_heads(heads, ulysses_ranks(config.comm, None, grid.cp, kv_heads))
-        except ValueError as error:
-            raise UserError(f"--comm {config.comm} with --cp {grid.cp}: {error}") from None
-    matrices = {
-        "the model's width": model.dim,
-        "its query heads": model.num_heads * model.head_dim // grid.tp,
-        "its KV heads": model.num_kv_heads * model.head_dim // grid.tp,
-        "columns of its MLP": model.ffn_dim // grid.tp,
-    }
-    check_fp8(config.fp8, matrices)
-    if config.fp8 == "tensorwise_all_gather" and (config.fsdp == "off" or grid.fsdp == 1):
-        raise UserError(
-            "--fp8 tensorwise_all_gather is about the gathering of FSDP2, and parameters are not divided: add --cp or "
-            "--dp-shard, or use tensorwise"
-        )
-    if config.fsdp == "off" and grid.dp_shard > 1:
-        raise UserError(
-            f"--fsdp off holds all parameters on every rank, and --dp-shard {grid.dp_shard} divides them: pass "
-            f"--dp-replicate {grid.dp} --dp-shard 1, or --fsdp on"
-        )
-    if config.optim_step == "in_backward" and grid.size > 1 and (config.fsdp == "off" or grid.fsdp == 1):
-        raise UserError(
-            "--optim-step in_backward with several ranks needs parameters that FSDP2 divides: pass --fsdp on, and "
-            "--cp or --dp-shard above 1"
-        )
-    return grid
-
-
-def prepare_out(config: TrainConfig) -> Path | None:
-    """Makes the --out folder and sees that it can be written to.
-
-    Raises:
-        UserError: where it cannot.
-    """
-    if config.out is None:
-        return None
-    out = Path(config.out).expanduser()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UserError(
-            f"--out {out} cannot be written to ({error.strerror}): name a folder that can be made or written"
-        ) from None
-    try:
-        require_replaceable(out / "model")
-    except CheckpointError as error:
-        raise UserError(f"--out {out}, where the trained model will be put: {error}") from None
-    return out

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from flexcp import launch, resume
 from flexcp.checkpoint import Ranks
+from flexcp.checks import check, check_world, prepare_out
 from flexcp.commandline import parse
-from flexcp.config import TrainConfig, check, check_world, prepare_out
+from flexcp.config import TrainConfig
 from flexcp.data import Documents
 from flexcp.errors import UserError
 from flexcp.evaluate import Evaluation, evaluate

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flexcp.config import TrainConfig, check_world
+from flexcp.checks import check_world
+from flexcp.config import TrainConfig
 from flexcp.errors import UserError
 from flexcp.fp8 import RECIPES, check_fp8, convert
 from flexcp.models import build

@@ -21,7 +21,7 @@ PLANNING = {"layout", "balance", "blockmask", "planner"}
 # may know masks and models, and the engine may know neither these nor the application.
 ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "parallelize", "fp8", "tiling", "offload"}
 ENGINE |= {"loss", "headserial", "leanlayer", "simulate"}
-APPLICATION = {"train", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
+APPLICATION = {"train", "checks", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
 APPLICATION |= {"step", "plans", "gradients", "optim"}
 APPLICATION |= {"memory", "memoryadvice", "fit", "longoptions"}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexcp.checks import check, check_world, prepare_out
 from flexcp.commandline import from_yaml, parse
-from flexcp.config import TrainConfig, check, check_world, prepare_out
+from flexcp.config import TrainConfig
 from flexcp.errors import UserError
 from flexcp.estimate import available_bytes, total_bytes
 from flexcp.fit import require_memory

@@ -10,7 +10,8 @@ import torch
 
 import flexcp
 from flexcp import cost, flops, loggers, masks
-from flexcp.config import TrainConfig, check
+from flexcp.checks import check
+from flexcp.config import TrainConfig
 from flexcp.errors import UserError
 from flexcp.evaluate import Evaluation
 from flexcp.flops import VisiblePairs, peak_tflops, step_flops
