@@ -1,7 +1,9 @@
 """What must hold between the settings of a run, looked at before ranks are started and again in each rank."""
 
+import dataclasses
 import math
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 
 from flexcp import activation, loggers, planner, profiling
@@ -20,6 +22,7 @@ from flexcp.tp import check_tp
 
 COMMS = ("auto", *planner.COMMS)
 SAVE_MODES = ("async", "sync")
+_DEFAULTS = TrainConfig()
 
 
 def check(config: TrainConfig) -> None:
@@ -74,6 +77,57 @@ def check(config: TrainConfig) -> None:
         raise UserError(f"--log {config.log} needs --out, the folder where its files are written")
     if config.eval_every and config.eval_data is None:
         raise UserError(f"--eval-every {config.eval_every} has nothing to evaluate on: add --eval-data")
+    check_parts(config)
+    if config.simulate_rank is not None:
+        _check_simulation(config)
+
+
+# Options that say how another one is done, by that one and what to write for it.
+_PARTS = {
+    "world": ("simulate_rank", "--simulate-rank RANK"),
+    "simulate_gb_s": ("simulate_rank", "--simulate-rank RANK"),
+    "keep_last": ("save_every", "--save-every STEPS"),
+    "save_mode": ("save_every", "--save-every STEPS"),
+    "eval_batches": ("eval_data", "--eval-data FILE"),
+}
+
+
+def check_parts(config: TrainConfig, given: Container[str] = ()) -> None:
+    """Refuses options that would silently do nothing, since what they are a part of is not asked for.
+
+    Args:
+        given: fields that stand on the command line, where the value that they have anyway is noticed, too.
+
+    Raises:
+        UserError: naming the option, and what it is a part of.
+    """
+    for name, (whole, wanted) in _PARTS.items():
+        value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+        asked = name in given or value != getattr(_DEFAULTS, name)
+        if asked and getattr(config, whole) == getattr(_DEFAULTS, whole):
+            raise UserError(f"{flag} {value} does nothing without {wanted}: add that, or leave {flag} out")
+
+
+def _check_simulation(config: TrainConfig) -> None:
+    assert config.simulate_rank is not None
+    if not 0 <= config.simulate_rank < config.world:
+        raise UserError(
+            f"--simulate-rank is {config.simulate_rank}, and must be 0 to {config.world - 1}, one of the --world "
+            f"{config.world} ranks"
+        )
+    if not config.simulate_gb_s > 0:
+        raise UserError(f"--simulate-gb-s is {config.simulate_gb_s}, and must be more than 0")
+    if config.out is not None or config.resume != "none":
+        raise UserError(
+            "--simulate-rank trains on what other ranks never sent, so its weights mean nothing: leave out --out and "
+            "--resume"
+        )
+    grid = Degrees(config.dp_replicate, config.dp_shard, config.cp, config.tp)
+    if min(dataclasses.astuple(grid)) >= 1 and grid.size != config.world:
+        raise UserError(
+            f"--simulate-rank is one of --world {config.world} ranks, and {grid} is a grid of {grid.size}: make the "
+            "two equal"
+        )
 
 
 def _check_step_in_backward(config: TrainConfig) -> None:

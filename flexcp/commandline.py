@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 import yaml
 
+from flexcp.checks import check_parts
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError, unknown
 
@@ -15,12 +16,14 @@ def parse(argv: list[str]) -> TrainConfig:
     """The config of a command line: defaults, then --config, then the flags.
 
     Raises:
-        UserError: an unknown flag, or a config file with an error in it.
+        UserError: an unknown flag, one that does nothing without another, or a config file with an error in it.
         SystemExit: for --help (0) and for a flag without a usable value (2, told by tyro).
     """
     given = {} if {"-h", "--help"} & set(argv) else _given(argv)
     default = from_yaml(given["config"]) if given.get("config", "None") != "None" else TrainConfig()
-    return tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
+    config = tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
+    check_parts(config, given)
+    return config
 
 
 def _given(argv: list[str]) -> dict[str, str]:

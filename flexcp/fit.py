@@ -123,23 +123,6 @@ def check_options(config: TrainConfig, grid: Degrees) -> None:
         )
     if config.offload == "off" and (config.offload_keep or config.offload_fp8 == "on"):
         raise UserError("--offload-keep and --offload-fp8 say how checkpoints are offloaded: add --offload on")
-    if config.simulate_rank is not None:
-        _check_simulation(config)
-
-
-def _check_simulation(config: TrainConfig) -> None:
-    assert config.simulate_rank is not None
-    if not 0 <= config.simulate_rank < config.world:
-        raise UserError(
-            f"--simulate-rank is {config.simulate_rank}, and must be one of the --world {config.world} ranks, from 0"
-        )
-    if not config.simulate_gb_s > 0:
-        raise UserError(f"--simulate-gb-s is {config.simulate_gb_s}, and must be more than 0")
-    if config.out is not None or config.resume != "none":
-        raise UserError(
-            "--simulate-rank trains on what other ranks never sent, so its weights mean nothing: leave out --out and "
-            "--resume"
-        )
 
 
 def show(setup: Setup, name: str, limits: Limits, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The trainer's options for long sequences: losses stay, wrong combinations are refused, a dry run runs nothing."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -58,8 +59,6 @@ def test_z_loss_is_added(plain: list[float]) -> None:
         ({"tile": 40, "fp8": "rowwise"}, Degrees(), "make it a multiple of 16"),
         ({"checkpoint_every": 3}, Degrees(), "--checkpoint-every 3 is more than the 2 layers"),
         ({"offload_keep": 1.0}, Degrees(), "add --offload on"),
-        ({"simulate_rank": 8}, Degrees(), "--simulate-rank is 8, and must be one of the --world 8 ranks"),
-        ({"simulate_rank": 1, "out": "x"}, Degrees(), "its weights mean nothing: leave out --out"),
     ],
     ids=str,
 )
@@ -104,8 +103,27 @@ def test_one_rank_of_many_trains_alone(capsys) -> None:
     assert code == 0
     assert "step 2/2" in out
     assert "not measured: waiting for slower ranks" in out
-    assert main(["--simulate-rank", "1", "--world", "4", "--cp", "2", "--steps", "1"]) == 2
-    assert "4 were started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--simulate-rank 9 --world 8", "--simulate-rank is 9, and must be 0 to 7, one of the --world 8 ranks"),
+        ("--simulate-rank 8 --cp 8", "--simulate-rank is 8, and must be 0 to 7"),
+        ("--simulate-rank -1", "--simulate-rank is -1, and must be 0 to 7"),
+        (
+            "--simulate-rank 1 --world 4 --cp 2",
+            "one of --world 4 ranks, and .* --cp 2 --tp 1 is a grid of 2: make the two equal",
+        ),
+        ("--simulate-rank 1 --cp 8 --simulate-gb-s 0", "--simulate-gb-s is 0.0, and must be more than 0"),
+        ("--simulate-rank 1 --cp 8 --out x", "its weights mean nothing: leave out --out"),
+    ],
+)
+def test_ranks_that_cannot_be_simulated(options: str, words: str, capsys) -> None:
+    assert main(options.split()) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error)
+    assert len(error.splitlines()) == 1
 
 
 def test_limits_are_shared_by_the_ranks_of_a_host() -> None:

@@ -191,3 +191,29 @@ def test_flags_that_would_do_nothing_or_leave_files_behind_are_refused(fields: d
     with pytest.raises(UserError) as caught:
         check(TrainConfig(**fields))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--world 8", "--world 8 does nothing without --simulate-rank RANK: add that, or leave --world out"),
+        ("--simulate-gb-s 100", "--simulate-gb-s 100.0 does nothing without --simulate-rank"),
+        ("--keep-last 3", "--keep-last 3 does nothing without --save-every STEPS"),
+        ("--save-mode sync --out x", "--save-mode sync does nothing without --save-every"),
+        ("--eval-batches 2", "--eval-batches 2 does nothing without --eval-data"),
+    ],
+)
+def test_options_that_would_do_nothing_alone(argv: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse(argv.split())
+
+
+def test_what_an_option_belongs_to_may_stand_in_a_file_and_defaults_are_no_wish(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(TrainConfig(save_every=5, out="x").to_yaml())
+    assert parse(["--config", str(file), "--keep-last", "3"]).keep_last == 3
+    file.write_text(TrainConfig().to_yaml())  # with every field, each at its default
+    check(parse(["--config", str(file)]))
+    file.write_text("keep_last: 7")
+    with pytest.raises(UserError, match="--keep-last 7 does nothing"):
+        parse(["--config", str(file)])
