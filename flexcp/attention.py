@@ -4,7 +4,7 @@ Keys and values of a rank travel in one buffer. Results accumulate in fp32 (fp64
 stages, so that a run repeats bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,10 +48,8 @@ def _walk(
         dtype = kernel.accumulation_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    if len(done) == 1:
-        return done[0]
     outs, lses = zip(*done.values())
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    return _joined(outs, dim=1), _joined(lses, dim=1)
 
 
 def backward(
@@ -108,7 +106,7 @@ def backward(
             dkv = dk_stage, dv_stage
         keys.send_home(group, stage, dkv)
         del k_stage, v_stage
-    dq_whole = torch.cat(list(dq.values()), dim=1) if dq else torch.zeros_like(q)
+    dq_whole = _joined(list(dq.values()), dim=1) if dq else torch.zeros_like(q)
     return *switch.to_row_gradients(dq_whole, *keys.collect()), dbuffers
 
 
@@ -155,10 +153,9 @@ class _KeyGradients:
     """Brings the gradient of keys and values home to the rank that owns them, and adds them up there."""
 
     def __init__(self, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype, link: Link) -> None:
-        self.comm = schedule.comm
-        self.link = link
-        self.kernel_dtype = kernel.gradient_dtype(k)
-        self.dk, self.dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        self.comm, self.dtype, self.link = schedule.comm, dtype, link
+        self.like = k, v
+        self.total: tuple[Tensor, Tensor] | None = None
         self.parts: list[tuple[Tensor, Tensor]] = []  # of the group's stages so far
         self.pending: Pending | None = None
         self.moving: tuple[HeadGroup, GatheredGradients | ExchangedGradients] | None = None
@@ -168,40 +165,56 @@ class _KeyGradients:
         self._settle()
         if self.link.size == 1 or (self.comm == "ring" and stage.sources == (self.link.rank,)):
             if dkv is not None:
-                self.dk += dkv[0]
-                self.dv += dkv[1]
+                self._add(group.keys, *dkv)
         elif self.comm == "ring":
             # The reverse of the way the keys came: back to their owner, and this rank's own back from its reader.
+            k, v = self.like
+            like = k.new_empty(k.numel() + v.numel(), dtype=kernel.gradient_dtype(k))
             packed = None if dkv is None else pack(*dkv)
-            like = pack(*(x.to(self.kernel_dtype) for x in (self.dk, self.dv))) if packed is None else packed
             self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
         else:
             assert dkv is not None
             self.parts.append(dkv)
             if stage is not group.stages[-1]:
                 return
-            dk, dv = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in zip(*self.parts))
+            dk, dv = (_joined(parts, dim=2) for parts in zip(*self.parts))
             self.parts = []
             if self.comm == "exchange":
-                self.moving = group, ExchangedGradients(group, dk, dv, self.dk, self.link)
+                self.moving = group, ExchangedGradients(group, dk, dv, self.like[0], self.link)
             else:
                 self.moving = group, GatheredGradients(group, dk, dv, self.link)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         self._settle()
-        return self.dk, self.dv
+        return self._zeros() if self.total is None else self.total
 
     def _settle(self) -> None:
         received = self.pending.wait() if self.pending is not None else None
         self.pending = None
         if received is not None:
-            dk, dv = unpack(received, self.dk, self.dv)
-            self.dk += dk
-            self.dv += dv
+            self.total = self.total or self._zeros()  # or the buffer that the part came in would stay alive
+            self._add(slice(0, self.like[0].shape[1]), *unpack(received, *self.like))
         if self.moving is not None:
             group, moving = self.moving
             self.moving = None
-            self.dk[:, group.keys], self.dv[:, group.keys] = moving.wait()
+            self._add(group.keys, *moving.wait())
+
+    def _add(self, heads: slice, dk: Tensor, dv: Tensor) -> None:
+        if self.total is None and dk.shape[1] == self.like[0].shape[1]:
+            self.total = dk, dv  # what nothing is added to stays as it came, and costs no launch
+            return
+        dk_total, dv_total = (x.to(self.dtype) for x in self.total or self._zeros())
+        dk_total[:, heads] += dk
+        dv_total[:, heads] += dv
+        self.total = dk_total, dv_total
+
+    def _zeros(self) -> tuple[Tensor, Tensor]:
+        k, v = self.like
+        return torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
