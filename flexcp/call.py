@@ -27,13 +27,12 @@ def forward(
     """Attention of this rank's rows over the whole sequence.
 
     Args:
-        q: [B, H, L, D]; k: [B, G, L, D]; v: [B, G, L, Dv], this rank's shards.
+        q: [B, H, L, D]; k: [B, G, L, D]; v: [B, G, L, Dv], this rank's shards, which fit each other (`check_together`).
     Returns:
         out [B, H, L, Dv] in the dtype of q; lse [B, H, L] to the base 2 in the accumulation dtype.
     Raises:
-        ValueError: the shapes or dtypes do not fit each other, or not the plan.
+        ValueError: the shapes or dtypes do not fit the plan.
     """
-    check_together(q, k, v)
     _check_plan(q, k, v, plan, token)
     out, lse = attention.forward(q, k, v, token.schedule, score, scale, plan.link)
     return out.to(q.dtype), lse / LN2

@@ -133,6 +133,11 @@ def below_autograd():
     return torch._C._ForceDispatchKeyGuard(*_BELOW_AUTOGRAD)
 
 
+def past_autograd():
+    """A context in which an operator's autograd rule calls the operator itself."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 @contextmanager
 def autograd_enabled() -> Iterator[None]:
     """Lets autograd record inside a dispatch rule, which runs below the autograd keys and so with them excluded."""
