@@ -2,16 +2,22 @@
 
 On one GPU it stands for each rank in turn: the real executor with its real kernels and buffers, nothing on a wire
 (`flexcp.inturn`). Beside each schedule stand torch's own flex context parallelism (its mask builder and its kernel on
-its own rows of the same sequence), and cuDNN and FlashAttention-2 on the whole sequence, divided by cp.
+its own rows of the same sequence), and the kernel, cuDNN and FlashAttention-2 on the whole sequence, divided by cp.
+flexcp's schedules and the kernel alone are called in turn, in a new order each round, so that none of them always has
+the GPU after a rest; the others have rounds of their own.
 """
 
+import random
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from bench_cases import MASKS, Case, cases
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -20,73 +26,39 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flexcp
 from flexcp import attention as executor
-from flexcp import kernel, masks
+from flexcp import kernel, kernel_gpu
 from flexcp.inturn import Replay, in_turn
 from flexcp.kernel import Score
 
 NO_SCORE = Score(None)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A sequence and what it sees.
+@dataclass
+class Contender:
+    """What one rank does, and what was measured of it.
 
     Attributes:
-        mask: by its mask_mod.
-        pairs: visible ones, of (query, key).
-        causal: as torch's SDPA knows it.
+        forward, backward: one call each, inside the context that `inside` makes.
+        share: the time of a call is divided by this.
+        memory, arrived: MiB on top in backward, and received in forward.
+        exposed: the share of a call in which the GPU did nothing but communicate.
+        errors: of each result, relative to the largest value.
+        ms: medians, by "forward" and "backward".
     """
 
     name: str
-    mask: masks.Mask
-    pairs: int
-    causal: bool = False
-
-
-@dataclass
-class Row:
-    """What was measured of the slowest rank of a schedule, in ms and MiB; errors relative to the largest value."""
-
-    name: str
-    forward: float | None = None
-    backward: float | None = None
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+    share: int = 1
+    inside: Callable[[], AbstractContextManager] = nullcontext
     memory: float | None = None
     arrived: float | None = None
     exposed: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
 
 
-def lengths_of_documents(seq_len: int, seed: int = 0) -> list[int]:
-    """Long-tailed: half are shorter than seq_len / 64, some nearly half the sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths: list[int] = []
-    while sum(lengths) < seq_len:
-        draw = float(torch.randn((), generator=generator).exp().pow(1.3)) * seq_len / 64
-        lengths.append(max(16, min(int(draw), seq_len // 2, seq_len - sum(lengths))))
-    lengths[-1] -= sum(lengths) - seq_len
-    return [n for n in lengths if n > 0]
-
-
-MASKS = ("causal", "window", "documents-causal", "documents-full", "prefix")
-
-
-def cases(seq_len: int, names: tuple[str, ...]) -> list[Case]:
-    window, prefix = min(4096, seq_len // 4), seq_len // 4
-    lengths = lengths_of_documents(seq_len)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    triangle = lambda n: n * (n + 1) // 2  # noqa: E731
-    every = {
-        "causal": Case("causal", masks.causal(), triangle(seq_len), causal=True),
-        "window": Case(
-            f"causal window of {window:,}", masks.sliding_window(window), triangle(seq_len) - triangle(seq_len - window)
-        ),
-        "documents-causal": Case(
-            "causal documents", masks.causal() & masks.document(ids), sum(triangle(n) for n in lengths)
-        ),
-        "documents-full": Case("whole documents", masks.document(ids), sum(n * n for n in lengths)),
-        "prefix": Case(f"prefix of {prefix:,}", masks.prefix_lm(prefix), triangle(seq_len) + triangle(prefix - 1)),
-    }
-    return [every[name] for name in names]
+WAYS = ("forward", "backward")
 
 
 class Bench:
@@ -109,7 +81,7 @@ class Bench:
         mask = case.mask.to(self.device)
         return [flexcp.plan(mask, self.seq_len, cp, rank=rank, device=self.device, **how) for rank in range(cp)]
 
-    def one_device(self, case: Case) -> tuple[Row, dict[str, Tensor]]:
+    def one_device(self, case: Case) -> tuple[Contender, dict[str, Tensor]]:
         """The kernel alone on the whole sequence, and its results as the reference of every schedule."""
         (plan,) = self.plans(case, 1)
         (stage,) = plan.schedules["mask"].stages
@@ -119,58 +91,46 @@ class Bench:
         out = out.to(q.dtype)
         back = partial(kernel.backward, q, k, v, out, lse, dout, None, stage, NO_SCORE, self.scale)
         results = {key: x[:, :, : self.seq_len] for key, x in zip(self._like(), (out, *back()[:3]))}
-        few = max(3, self.repeat // 4)
-        return Row("one device", self.ms(ahead, few), self.ms(back, few)), results
+        return Contender("one device / cp", ahead, back, self.cp), results
 
-    def schedule(self, name: str, case: Case, reference: dict[str, Tensor], **how) -> Row:
+    def schedule(self, name: str, case: Case, reference: dict[str, Tensor], **how) -> Contender:
         """The slowest rank of one schedule, alone, with what the others had sent it."""
         plans = self.plans(case, self.cp, **how)
-        forwards, backwards, shards = {}, {}, {}
+        calls: dict[str, dict[int, Callable[[], object]]] = {way: {} for way in WAYS}
+        arrived: dict[int, float] = {}
         results = {key: torch.zeros_like(x) for key, x in self._like().items()}
 
         def rank(link, received) -> None:
             plan = plans[link.rank]
             schedule = plan.schedules["mask"]
-            q, k, v, dout = (plan.shard(x, dim=2) for x in (self.q, self.k, self.v, self.dout))
-            out, lse = executor.forward(q, k, v, schedule, NO_SCORE, self.scale, link)
-            forwards[link.rank] = list(received)
+            replay = partial(Replay, len(plans), link.rank)
+            ahead = partial(executor.forward, *(plan.shard(x, dim=2) for x in (self.q, self.k, self.v)))
+            dout = plan.shard(self.dout, dim=2)
+            out, lse = ahead(schedule, NO_SCORE, self.scale, link)
+            sent, out = list(received), out.to(self.q.dtype)
             received.clear()
-            out = out.to(q.dtype)
-            grads = executor.backward(q, k, v, out, lse, dout, None, schedule, NO_SCORE, self.scale, link)
-            backwards[link.rank] = list(received)
-            shards[link.rank] = q, k, v, dout, out, lse
+            back = partial(executor.backward, *ahead.args, out, lse, dout, None)
+            grads = back(schedule, NO_SCORE, self.scale, link)
+            sent_back = list(received)
+            arrived[link.rank] = sum(x.nbytes for x in sent if x is not None) / 2**20
+            for way, call, parts in zip(WAYS, (ahead, back), (sent, sent_back)):
+                calls[way][link.rank] = lambda call=call, parts=parts: call(
+                    schedule, NO_SCORE, self.scale, replay(parts)
+                )
             rows, real = plan.positions[0], plan.valid.flatten()
             for key, x in zip(results, (out, *grads[:3])):
                 results[key][:, :, rows[real]] = x[:, :, real].to(results[key].dtype)
 
         in_turn(len(plans), rank)
-        row = Row(name)
+        slowest = {way: max(calls[way], key=lambda rank: self.ms(calls[way][rank], 3)) for way in WAYS}
+        found = Contender(name, *(calls[way][slowest[way]] for way in WAYS), arrived=arrived[slowest["forward"]])
+        found.memory = self._memory(found.backward)
         for key, x in results.items():
             right = reference[key].float()
-            row.errors[key] = float((x.float() - right).abs().max() / right.abs().max())
+            found.errors[key] = float((x.float() - right).abs().max() / right.abs().max())
+        return found
 
-        def one_forward(r: int) -> None:
-            q, k, v, *_ = shards[r]
-            link = Replay(len(plans), r, forwards[r])
-            executor.forward(q, k, v, plans[r].schedules["mask"], NO_SCORE, self.scale, link)
-
-        def one_backward(r: int) -> None:
-            q, k, v, dout, out, lse = shards[r]
-            link = Replay(len(plans), r, backwards[r])
-            executor.backward(q, k, v, out, lse, dout, None, plans[r].schedules["mask"], NO_SCORE, self.scale, link)
-
-        few = max(1, self.repeat // 7)
-        slowest = lambda call: max(shards, key=lambda rank: self.ms(partial(call, rank), few))  # noqa: E731
-        slow = {"f": slowest(one_forward), "b": slowest(one_backward)}
-        row.forward = self.ms(partial(one_forward, slow["f"]), self.repeat)
-        before = self._restart_peak()
-        row.backward = self.ms(partial(one_backward, slow["b"]), self.repeat)
-        row.memory = (self._peak() - before) / 2**20
-        kept = forwards[slow["f"]]
-        row.arrived = sum(x.numel() * x.element_size() for x in kept if x is not None) / 2**20
-        return row
-
-    def torchs(self, case: Case) -> Row:
+    def torchs(self, case: Case) -> Contender:
         """torch's flex context parallelism: its balancer, its BlockMask and its compiled kernel; its slowest rank."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
@@ -186,7 +146,7 @@ class Bench:
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = False  # or a forward could have one backward only
         compiled = torch.compile(flex_attention, fullgraph=True)
-        times = []
+        calls = []
         for rank in sorted({0, self.cp // 2, self.cp - 1}):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.cp)
             mesh = DeviceMesh(self.device, list(range(self.cp)))
@@ -195,15 +155,14 @@ class Bench:
             mine = order[rank * local : (rank + 1) * local]
             leaves = [self.q[:, :, mine].contiguous().requires_grad_(), *(x.detach().requires_grad_() for x in (k, v))]
             dout = self.dout[:, :, mine].contiguous()
-            call = lambda: compiled(*leaves, block_mask=block_mask, enable_gqa=True)  # noqa: E731, B023
-            out = call()
-            back = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-            times.append((self.ms(call, self.repeat), self.ms(back, self.repeat)))
-        return Row("torch flex CP", max(f for f, _ in times), max(b for _, b in times))
+            call = partial(compiled, *leaves, block_mask=block_mask, enable_gqa=True)
+            back = partial(torch.autograd.grad, call(), leaves, dout, retain_graph=True)
+            calls.append((call, back))
+        return Contender("torch flex CP", *(max(some, key=lambda call: self.ms(call, 3)) for some in zip(*calls)))
 
-    def others(self, case: Case) -> dict[str, Callable[[], Row]]:
+    def others(self, case: Case) -> dict[str, Callable[[], Contender]]:
         """What stands beside flexcp, by its title."""
-        found: dict[str, Callable[[], Row]] = {"torch flex CP": partial(self.torchs, case)}
+        found: dict[str, Callable[[], Contender]] = {"torch flex CP": partial(self.torchs, case)}
         if case.causal:
             for title, backend in (
                 ("cuDNN / cp", SDPBackend.CUDNN_ATTENTION),
@@ -220,50 +179,77 @@ class Bench:
 
         if case.causal:
             return _HeadTailLoadBalancer(self.seq_len, self.cp, self.device)
-        length, mask = self.seq_len, case.mask.to(self.device)
-        whole = create_block_mask(mask, None, None, length, length, device=self.device, _compile=True)
-        return _PTRRLoadBalancer(whole, self.cp)
+        (plan,) = self.plans(case, 1)  # its block mask is torch's, which takes 34 s to compile
+        return _PTRRLoadBalancer(plan.schedules["mask"].stages[0].block_mask, self.cp)
 
-    def sdpa(self, name: str, backend: SDPBackend) -> Row:
+    def sdpa(self, name: str, backend: SDPBackend) -> Contender:
         """Causal attention of the whole sequence, in time divided by cp."""
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        with sdpa_kernel(backend):
-            call = partial(torch.nn.functional.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
-            out = call()
-            back = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
-            few = max(3, self.repeat // 4)
-            return Row(name, self.ms(call, few) / self.cp, self.ms(back, few) / self.cp)
+        inside = partial(sdpa_kernel, backend)
+        call = partial(torch.nn.functional.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
+        with inside():
+            back = partial(torch.autograd.grad, call(), leaves, self.dout, retain_graph=True)
+        return Contender(name, call, back, self.cp, inside)
+
+    def race(self, contenders: list[Contender], rounds: int) -> None:
+        """Calls all of them, forward and then backward, round after round, and sets their medians."""
+        shuffle = random.Random(0).shuffle  # the same on every rank
+        for way in WAYS:
+            taken: dict[str, list[Callable[[], float]]] = {each.name: [] for each in contenders}
+            for _ in range(rounds + 1):
+                order = list(contenders)
+                shuffle(order)
+                self.line_up()
+                for each in order:
+                    with each.inside():
+                        taken[each.name].append(self._timed(getattr(each, way)))
+            for each in contenders:
+                each.ms[way] = self.agreed(_median(taken[each.name][1:])) / each.share
+
+    def line_up(self) -> None:
+        """Before each round; where there are several ranks, they wait for one another."""
+
+    def agreed(self, value: float) -> float:
+        """The largest of the ranks'."""
+        return value
 
     def ms(self, function: Callable[[], object], repeat: int) -> float:
         """The median time of a call, in milliseconds."""
-        for _ in range(min(2, repeat - 1)):
-            function()
+        return self.agreed(_median([self._timed(function) for _ in range(repeat + 1)][1:]))
+
+    def _timed(self, function: Callable[[], object]) -> Callable[[], float]:
+        """Calls it; what is returned waits for the end and gives the milliseconds."""
         if self.device == "cpu":
-            times = []
-            for _ in range(repeat):
-                begun = time.perf_counter()
-                function()
-                times.append((time.perf_counter() - begun) * 1e3)
-            return sorted(times)[repeat // 2]
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-        for begin, end in events:
-            begin.record()
+            begun = time.perf_counter()
             function()
-            end.record()
-        torch.cuda.synchronize()
-        return sorted(begin.elapsed_time(end) for begin, end in events)[repeat // 2]
+            ms = (time.perf_counter() - begun) * 1e3
+            return lambda: ms
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+
+        def taken() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        return taken
+
+    def _memory(self, function: Callable[[], object]) -> float | None:
+        """MiB that a call takes on top, at most."""
+        if self.device == "cpu":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return self.agreed((torch.cuda.max_memory_allocated() - before) / 2**20)
 
     def _like(self) -> dict[str, Tensor]:
         return {"out": self.q, "dq": self.q, "dk": self.k, "dv": self.v}
 
-    def _restart_peak(self) -> int:
-        if self.device == "cpu":
-            return 0
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
 
-    def _peak(self) -> int:
-        return 0 if self.device == "cpu" else torch.cuda.max_memory_allocated()
+def _median(times: list[Callable[[], float]]) -> float:
+    return statistics.median(taken() for taken in times)
 
 
 SCHEDULES: dict[str, dict] = {
@@ -285,6 +271,7 @@ def attention(
     others: bool = True,
     device: str = "cuda",
     repeat: int = 20,
+    triton: bool = False,
 ) -> None:
     """One table a mask: every schedule of flexcp, its slowest rank, beside torch's flex CP, cuDNN and FlashAttention-2.
 
@@ -297,55 +284,72 @@ def attention(
         others: measure torch's own ones, too (a GPU only).
         device: cuda, or cpu to see that it runs.
         repeat: calls, of which the median counts.
+        triton: as if FLASH were not installed.
     """
+    if triton:
+        kernel_gpu.flash_is_available = lambda device: False
     bench = Bench(seq_len, cp, heads, device, repeat)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    console = Console(width=150)
+    console = Console(width=170)
     console.print(
         f"{seq_len:,} tokens, cp {cp}, {heads[0]}:{heads[1]} heads, D {heads[2]}, {bench.q.dtype}; "
-        f"{name}, torch {torch.__version__}; median of {repeat}"
+        f"{name}, torch {torch.__version__}, {_kernel(device)}; "
+        f"median of {repeat} calls, torch's of {max(1, repeat // 4)}"
     )
     print_tables(bench, mask, schedules, others, console.print)
+
+
+def _kernel(device: str) -> str:
+    if device == "cpu":
+        return "eager"
+    return "FLASH" if kernel_gpu.flash_is_available(torch.device(device)) else "Triton"
 
 
 def print_tables(
     bench: Bench, names: tuple[str, ...], schedules: tuple[str, ...], others: bool, say: Callable[[Any], None]
 ) -> None:
-    """A table a mask, each line measured in turn."""
+    """A table a mask, of which flexcp's part is measured first."""
     for case in cases(bench.seq_len, names):
         one, reference = bench.one_device(case)
-        rows = [Row("one device / cp", one.forward / bench.cp, one.backward / bench.cp)]
         ours = partial(bench.schedule, case=case, reference=reference)
-        wanted = {schedule: partial(ours, schedule, **SCHEDULES[schedule]) for schedule in schedules}
+        ready = [one, *_ready({name: partial(ours, name, **SCHEDULES[name]) for name in schedules}, say)]
+        bench.race(ready, bench.repeat)
         if others and bench.device == "cuda":
-            wanted |= bench.others(case)
-        for title, measure in wanted.items():
-            begun = time.perf_counter()
-            try:
-                rows.append(measure())
-            except Exception as error:  # the same one on every rank: a table with a hole says more than none
-                say(f"{title}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
-            if bench.device == "cuda":
-                torch.cuda.empty_cache()
-            say(f"{case.name}, {title}: {time.perf_counter() - begun:.0f} s")
-        again, _ = bench.one_device(case)  # the clocks may have moved in between
-        rows.append(Row("one device / cp, again", again.forward / bench.cp, again.backward / bench.cp))
-        say(table(case, rows, 4 * bench.heads * bench.dim * case.pairs / bench.cp / 1e9))
+            beside = _ready(bench.others(case), say)
+            bench.race(beside, max(1, bench.repeat // 4))
+            ready += beside
+        say(table(case, ready, 4 * bench.heads * bench.dim * case.pairs / bench.cp / 1e9))
 
 
-def table(case: Case, rows: list[Row], gflops: float) -> Table:
-    """gflops: of one rank's forward."""
+def _ready(wanted: dict[str, Callable[[], Contender]], say: Callable[[Any], None]) -> list[Contender]:
+    found = []
+    for title, prepare in wanted.items():
+        begun = time.perf_counter()
+        try:
+            found.append(prepare())
+        except Exception as error:  # the same one on every rank: a table with a hole says more than none
+            say(f"{title}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        say(f"{title}: ready in {time.perf_counter() - begun:.0f} s")
+    return found
+
+
+def table(case: Case, rows: list[Contender], gflops: float) -> Table:
+    """The first row is what the others are compared with; gflops: of one rank's forward."""
     drawn = Table(title=f"{case.name}: {case.pairs:,} visible pairs")
     drawn.add_column("slowest rank", no_wrap=True)
-    times = ("fwd ms", "TFLOP/s", "of one", "bwd ms", "TFLOP/s ", "of one ")
+    times = ("fwd ms", "TFLOP/s", "of one", "bwd ms", "TFLOP/s ", "of one ", "both ms", "of one  ")
     for column in (*times, "MiB bwd", "MiB in", "exposed", "max error of out, dq, dk, dv"):
         drawn.add_column(column, justify="right")
-    ones = [row for row in rows if row.name.startswith("one device")]
-    best = min(row.forward for row in ones), min(row.backward for row in ones)
+    one = rows[0].ms
     for row in rows:
         cells = []
-        for ms, whole, factor in ((row.forward, best[0], 1.0), (row.backward, best[1], 2.5)):
-            cells += [f"{ms:.2f}", f"{factor * gflops / ms:.0f}", f"{whole / ms:.3f}"]
+        for way, factor in zip(WAYS, (1.0, 2.5)):
+            ms = row.ms[way]
+            cells += [f"{ms:.2f}", f"{factor * gflops / ms:.0f}", f"{one[way] / ms:.3f}"]
+        both = sum(row.ms.values())
+        cells += [f"{both:.2f}", f"{sum(one.values()) / both:.3f}"]
         cells += ["" if x is None else f"{x:,.0f}" for x in (row.memory, row.arrived)]
         cells.append("" if row.exposed is None else f"{row.exposed:.1%}")
         drawn.add_row(row.name, *cells, " ".join(f"{x:.1e}" for x in row.errors.values()))

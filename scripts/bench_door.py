@@ -5,6 +5,7 @@ python scripts/bench_door.py [--device cuda] [--seq-len 8192] [--steps 100]
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,11 +15,12 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 import flexcp
-from flexcp import kernel, masks
+from flexcp import call, kernel, masks
 from flexcp.kernel import Score
 from flexcp.models import get_config
 from flexcp.models.llama3 import Layer
 from flexcp.models.rope import rope_table
+from flexcp.tokens import token_by
 
 
 def _wait(device: str) -> None:
@@ -47,8 +49,9 @@ def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float
 
 
 def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
-    """Host milliseconds of a call and of its backward: the kernel alone, and through each door."""
+    """Host milliseconds of a call and of its backward: the kernel alone, from the rule's entry, through each door."""
     plan = flexcp.plan(masks.causal(), seq_len, 1, device=device)
+    token = token_by(plan.block_mask.handle)
     (stage,) = plan.schedules["mask"].stages
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (torch.randn(1, h, plan.local_len, 64, device=device, dtype=dtype) for h in (8, 2, 2))
@@ -62,15 +65,21 @@ def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
             lambda: kernel.backward(q, k, v, out, lse, dout, None, stage, score, scale), device, repeat
         ),
     }
+    rest = plan, score, scale
+    lse2 = lse / call.LN2
+    found["rule forward"] = _host_ms(lambda: call.forward(q, k, v, token, *rest), device, repeat)
+    found["rule backward"] = _host_ms(
+        lambda: call.backward(q, k, v, out, lse2, dout, None, token, *rest, False), device, repeat
+    )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     doors = {
         "second door": lambda: flexcp.flex_attention(*leaves, plan, enable_gqa=True),
         "first door": lambda: flex_attention(*leaves, block_mask=plan.block_mask, enable_gqa=True),
     }
-    for name, call in doors.items():
-        with flexcp.context_parallel(plan):
-            found[f"{name} forward"] = _host_ms(call, device, repeat)
-            result = call()
+    for name, attend in doors.items():
+        with flexcp.context_parallel(plan) if name == "first door" else nullcontext():
+            found[f"{name} forward"] = _host_ms(attend, device, repeat)
+            result = attend()
             found[f"{name} backward"] = _host_ms(
                 lambda result=result: torch.autograd.grad(result, leaves, dout, retain_graph=True), device, repeat
             )
@@ -127,7 +136,7 @@ def main(
     backend: str = "inductor",
 ) -> None:
     """Prints every figure, one a line."""
-    found = overhead(device, seq_len, repeat)
+    found = overhead(device, seq_len, 5 * repeat)
     for name, ms in found.items():
         way = name.rpartition(" ")[2]
         print(f"{name:24} {ms:9.3f} ms   over the kernel {ms - found[f'kernel {way}']:8.3f} ms")

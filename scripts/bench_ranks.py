@@ -3,19 +3,21 @@
 torchrun --nproc-per-node 2 scripts/bench_ranks.py --seq-len 131072 --mask causal window
 torchrun --nproc-per-node 2 scripts/bench_ranks.py --device cpu --seq-len 512 --heads 4 2 16 --repeat 1
 
-Forward and backward go through the public call. A time is the median over calls of the slowest rank; `of one` is the
-time of FLASH alone on one GPU, divided by the ranks, over it. `exposed` is the share of a forward and backward in which
+Forward and backward go through the public call. A time is the slowest rank's median; `of one` is the time of FLASH
+alone on one GPU, divided by the ranks, over it. `exposed` is the share of a forward and backward in which
 a rank's GPU did nothing but communicate, from the profiler's trace.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 import tyro
-from bench_attention import MASKS, SCHEDULES, Bench, Case, Row, print_tables
+from bench_attention import SCHEDULES, Bench, Contender, print_tables
+from bench_cases import MASKS, Case
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,22 +34,22 @@ class RankBench(Bench):
         super().__init__(seq_len, mesh.size(), heads, mesh.device_type, repeat)
         self.mesh = mesh
 
-    def schedule(self, name: str, case: Case, reference: dict[str, Tensor], **how) -> Row:
+    def schedule(self, name: str, case: Case, reference: dict[str, Tensor], **how) -> Contender:
         plan = flexcp.plan(case.mask.to(self.device), self.seq_len, self.mesh, **how)
         q, k, v = (plan.shard(x, dim=2).requires_grad_() for x in (self.q, self.k, self.v))
         dout = plan.shard(self.dout, dim=2)
-        with flexcp.context_parallel(plan):
-            call = partial(flex_attention, q, k, v, block_mask=plan.block_mask, enable_gqa=True)
-            row = self._measured(name, call, (q, k, v), dout)
-            out = call()
-            got = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+        inside = partial(flexcp.context_parallel, plan)
+        call = partial(flex_attention, q, k, v, block_mask=plan.block_mask, enable_gqa=True)
+        with inside():
+            row = self._contender(name, call, (q, k, v), dout, inside)
+            got = (call().detach(), *row.backward())
         rows, real = plan.positions[0], plan.valid.flatten()
         for (key, whole), mine in zip(reference.items(), got):
             difference = (mine[:, :, real].float() - whole[:, :, rows[real]].float()).abs().max()
-            row.errors[key] = self._max(float(difference)) / float(whole.float().abs().max())
+            row.errors[key] = self.agreed(float(difference)) / float(whole.float().abs().max())
         return row
 
-    def torchs_flex(self, case: Case) -> Row:
+    def torchs_flex(self, case: Case) -> Contender:
         """torch's flex context parallelism: keys and values gathered, its compiled kernel, gradients scattered."""
         from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
         from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
@@ -70,9 +72,9 @@ class RankBench(Bench):
             keys, values = flex_cp_allgather(k, v, 2, group)
             return compiled(q, keys, values, block_mask=block_mask, enable_gqa=True)
 
-        return self._measured("torch flex CP", call, (q, k, v), dout)
+        return self._contender("torch flex CP", call, (q, k, v), dout)
 
-    def torchs_ring(self, name: str, backend: SDPBackend) -> Row:
+    def torchs_ring(self, name: str, backend: SDPBackend) -> Contender:
         """torch's ring over scaled_dot_product_attention; causal only, no grouped heads."""
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -82,39 +84,48 @@ class RankBench(Bench):
         k, v = (x.repeat_interleave(repeat, 1) for x in (self.k, self.v))
         buffers = [q, k, v, dout]
         set_rotate_method("alltoall")
-        with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=[2] * 4), sdpa_kernel(backend):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            call = partial(torch.nn.functional.scaled_dot_product_attention, *leaves, is_causal=True)
-            return self._measured(name, call, leaves, dout)
+        with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=[2] * 4):  # they are whole again afterwards
+            *leaves, dout = (x.clone() for x in (q, k, v, dout))
 
-    def others(self, case: Case) -> dict[str, Callable[[], Row]]:
-        found: dict[str, Callable[[], Row]] = {"torch flex CP": partial(self.torchs_flex, case)}
+        @contextmanager
+        def inside() -> Iterator[None]:
+            with context_parallel(self.mesh), sdpa_kernel(backend):
+                yield
+
+        leaves = [x.requires_grad_() for x in leaves]
+        call = partial(torch.nn.functional.scaled_dot_product_attention, *leaves, is_causal=True)
+        with inside():
+            return self._contender(name, call, leaves, dout, inside)
+
+    def others(self, case: Case) -> dict[str, Callable[[], Contender]]:
+        found: dict[str, Callable[[], Contender]] = {"torch flex CP": partial(self.torchs_flex, case)}
         if case.causal:
             for name, backend in (("FA2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
                 title = f"torch ring, {name}"
                 found[title] = partial(self.torchs_ring, title, backend)
         return found
 
-    def ms(self, function: Callable[[], object], repeat: int) -> float:
-        """As in `Bench`, all ranks together, the slowest of them."""
+    def line_up(self) -> None:
         dist.barrier()
-        return self._max(super().ms(function, repeat))
 
-    def _measured(self, name: str, call: Callable[[], Tensor], leaves: Iterable[Tensor], dout: Tensor) -> Row:
-        out = call()
-        back = partial(torch.autograd.grad, out, tuple(leaves), dout, retain_graph=True)
-        row = Row(name, self.ms(call, self.repeat))
-        before = self._restart_peak()
-        row.backward = self.ms(back, self.repeat)
-        row.memory = self._max((self._peak() - before) / 2**20)
-        if self.device == "cuda":
-            row.exposed = self._max(exposed(lambda: (call(), back())))
-        return row
-
-    def _max(self, value: float) -> float:
+    def agreed(self, value: float) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.item()
+
+    def _contender(
+        self,
+        name: str,
+        call: Callable[[], Tensor],
+        leaves: Iterable[Tensor],
+        dout: Tensor,
+        inside: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Contender:
+        back = partial(torch.autograd.grad, call(), tuple(leaves), dout, retain_graph=True)
+        found = Contender(name, call, back, inside=inside, memory=self._memory(back))
+        if self.device == "cuda":
+            found.exposed = self.agreed(exposed(lambda: (call(), back())))
+        return found
 
 
 def exposed(function: Callable[[], object]) -> float:

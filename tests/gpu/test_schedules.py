@@ -17,11 +17,38 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # torch's compiler warns of its own internals
 ]
 
-S, CP, H, G, D = 2000, 4, 8, 4, 64
+S, CP, H, G, D = 2000, 8, 8, 4, 64
 
 
 def by_head(s, b, h, q, kv, slopes):
     return s - slopes[h] * (q - kv).abs()
+
+
+def ranks_in_turn(
+    cp: int, mask: masks.Mask, score: Score, inputs: list[Tensor], dout: Tensor, how: dict
+) -> dict[str, Tensor]:
+    """out, dq, dk, dv, and the sum of the ranks' gradients of a learned tensor, whole, in float64."""
+    plans = [flexcp.plan(mask, S, cp, rank=rank, device="cuda", **how) for rank in range(cp)]
+    like = dict(zip(("out", "dq", "dk", "dv"), (inputs[0], *inputs)))
+    total = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in like.items()}
+    if score.buffers:
+        total["dbias"] = torch.zeros_like(score.buffers[0], dtype=torch.float64)
+
+    def rank(link, received) -> None:
+        plan = plans[link.rank]
+        mine = [plan.shard(x, dim=2) for x in inputs]
+        schedule, scale = plan.schedules["mask"], D**-0.5
+        out, lse = attention.forward(*mine, schedule, score, scale, link)
+        out = out.to(dout.dtype)
+        grads = attention.backward(*mine, out, lse, plan.shard(dout, dim=2), None, schedule, score, scale, link)
+        rows, real = plan.positions[0], plan.valid.flatten()
+        for name, x in zip(like, (out, *grads[:3])):
+            total[name][:, :, rows[real]] = x[:, :, real].to(dout.dtype).double()
+        for part in grads[3]:
+            total["dbias"].add_(part)
+
+    in_turn(cp, rank)
+    return total
 
 
 @pytest.mark.parametrize(
@@ -35,47 +62,33 @@ def by_head(s, b, h, q, kv, slopes):
     ids=lambda how: how["comm"],
 )
 @pytest.mark.parametrize("with_score", [False, True], ids=["plain", "slopes"])
-def test_every_schedule_equals_the_oracle(how: dict, with_score: bool) -> None:
+def test_no_schedule_errs_more_than_twice_as_much_as_one_device(how: dict, with_score: bool) -> None:
+    """Against dense float64 attention; the mean square of the errors, and the largest."""
     torch.manual_seed(0)
     make = lambda h: torch.randn(1, h, S, D, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    q, k, v, dout = make(H), make(G), make(G), make(H)
+    *inputs, dout = make(H), make(G), make(G), make(H)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([700, 150, 900, 250]))
     mask = (masks.causal() & masks.document(ids)).to("cuda")
     slopes = torch.linspace(0.01, 0.2, H, device="cuda")
     score = Score(by_head, (slopes,), (True,)) if with_score else Score(None)
-    plans = [flexcp.plan(mask, S, CP, rank=rank, device="cuda", **how) for rank in range(CP)]
-    total = {
-        name: torch.zeros_like(x, dtype=torch.float32) for name, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))
-    }
-    dslopes = torch.zeros_like(slopes)
-
-    def rank(link, received) -> None:
-        plan = plans[link.rank]
-        mine = [plan.shard(x, dim=2) for x in (q, k, v)]
-        schedule, scale = plan.schedules["mask"], D**-0.5
-        out, lse = attention.forward(*mine, schedule, score, scale, link)
-        grads = attention.backward(
-            *mine, out.to(q.dtype), lse, plan.shard(dout, dim=2), None, schedule, score, scale, link
-        )
-        rows, real = plan.positions[0], plan.valid.flatten()
-        for name, x in zip(total, (out, *grads[:3])):
-            total[name][:, :, rows[real]] = x[:, :, real].float()
-        for part in grads[3]:
-            dslopes.add_(part)
-
-    in_turn(CP, rank)
+    alone = ranks_in_turn(1, mask, score, inputs, dout, {})
+    got = ranks_in_turn(CP, mask, score, inputs, dout, how)
     i, zero = torch.arange(S, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
     dense_mask = mask(zero, zero, i[:, None], i[None, :])
     distance = (i[:, None] - i).abs()
     dense = (lambda s, x: s - x[:, None, None] * distance) if with_score else (lambda s, x: s)
-    want = oracle.results(q, k, v, dense_mask, dense, slopes, dout, torch.zeros(1, H, S, device="cuda"))
-    for name, value in total.items():
-        error, largest = (value.double() - want[name]).abs().max(), want[name].abs().max()
-        assert error <= 0.01 * largest, f"{name}: {error} of {largest}"
-    if with_score:
-        torch.testing.assert_close(
-            dslopes.double(), want["dbias"], rtol=0.02, atol=0.02 * float(want["dbias"].abs().max())
+    want = oracle.results(*inputs, dense_mask, dense, slopes, dout, torch.zeros(1, H, S, device="cuda"))
+    for name, value in got.items():
+        mine, its = value - want[name], alone[name] - want[name]
+        largest = want[name].abs().max()
+        mean, most, mean_alone, most_alone = (
+            float(x) for error in (mine, its) for x in (error.square().mean().sqrt(), error.abs().max())
         )
+        print(f"{how['comm']} {name}: {mean:.2e}, one device {mean_alone:.2e}; most {most:.2e}, {most_alone:.2e}")
+        assert most <= 0.01 * largest
+        if name != "dbias":  # 8 sums of large parts that cancel, with next to no error on one device
+            assert mean <= 2 * mean_alone
+            assert most <= 2 * most_alone
 
 
 class Wire(Link):
