@@ -118,7 +118,7 @@ def per_document(chunks: Chunks) -> Layout:
     rest: list[int] = []
     for first, last in zip(starts, (*starts[1:], len(chunks.work))):
         piece = (last - first) // (2 * cp)
-        for rank in range(cp):
+        for rank in range(cp if piece else 0):  # there may be as many documents as chunks, and ranks by the thousand
             head, tail = first + rank * piece, last - (rank + 1) * piece
             owners[rank] += [*range(head, head + piece), *range(tail, tail + piece)]
         rest += range(first + cp * piece, last - cp * piece)
