@@ -131,6 +131,11 @@ def make_report(args: argparse.Namespace) -> dict:
             f"--seq-len {seq_len} in blocks of {args.block_size} makes more than {_MOST_BLOCKS} blocks, whose table "
             "would not fit: pass a larger --block-size"
         )
+    if args.cp > (blocks := -(-seq_len // args.block_size)):
+        raise UserError(
+            f"--seq-len {seq_len} has {blocks} block(s) of {args.block_size} tokens, and --cp {args.cp} ranks cannot "
+            "all have one: lower --cp or --block-size"
+        )
     config = get_config(args.model)
     shape = cost.Shape(config.num_heads, config.num_kv_heads, config.head_dim)
     model = cost.CostModel(shape, cost.calibrated(args.device, args.kernel, seq_len, args.link_gb_s))
@@ -218,7 +223,12 @@ def read_mask(text: str, seq_len: int) -> Callable:
     """The mask of one --mask value."""
     files = re.findall(r"\bdocument:([^\s&|^~()]+)", text)
     if not files:
-        return load_mask(text).make(torch.zeros(1, seq_len, dtype=torch.int64))
+        source = load_mask(text)
+        mask = source.make(torch.zeros(1, seq_len, dtype=torch.int64))
+        if source.varies(seq_len):
+            how = "write document:FILE" if source.function is None else "name a function that takes seq_len alone"
+            raise UserError(f"--mask {text!r} needs the lengths of the documents, which a plan is made for: {how}")
+        return mask
     bound = {f"lengths_{i}": read_documents(Path(name), seq_len) for i, name in enumerate(files)}
     for name, file in zip(bound, files):
         text = text.replace(f"document:{file}", f"document({name})", 1)

@@ -87,7 +87,7 @@ def test_table_and_drawing(capsys, tmp_path: Path) -> None:
     [
         ({"--mask": "casual"}, "did you mean causal"),
         ({"--mask": "document:/no/such/file"}, "cannot be read"),
-        ({"--mask": "document:{bad}"}, "whole numbers of tokens"),
+        ({"--mask": "document:{folder}/bad"}, "whole numbers of tokens"),
         ({"--seq-len": "1G"}, "such as 131072, 128K or 1M"),
         ({"--cp": "0"}, "at least 1"),
         ({"--model": "llama4"}, "unknown model"),
@@ -97,14 +97,20 @@ def test_table_and_drawing(capsys, tmp_path: Path) -> None:
         ({"--link-gb-s": "inf"}, "finite"),
         ({"--seq-len": "9999999999999M"}, "at most 2147483647 tokens"),
         ({"--seq-len": "64M"}, "larger --block-size"),
+        ({"--seq-len": "64", "--cp": "5000"}, r"1 block\(s\) of 128 tokens, and --cp 5000 ranks cannot all have one"),
+        ({"--mask": "causal & document"}, "needs the lengths of the documents, .* write document:FILE"),
+        ({"--mask": "{folder}/m.py:of_documents"}, "needs the lengths .* a function that takes seq_len alone"),
         ({"--png": "plan.jpg"}, r"writes \.png or \.svg"),
         ({"--png": "/no/such/folder/plan.png"}, "cannot be written"),
     ],
 )
 def test_wrong_uses_get_a_sentence(changed: dict[str, str], sentence: str, capsys, tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("12 x")
+    (tmp_path / "m.py").write_text(
+        "from flexcp.masks import document\nof_documents = lambda doc_ids: document(doc_ids)"
+    )
     given = {"--mask": "causal", "--seq-len": "1K", "--cp": "2"} | changed
-    arguments = [word.replace("{bad}", str(tmp_path / "bad")) for pair in given.items() for word in pair]
+    arguments = [word.replace("{folder}", str(tmp_path)) for pair in given.items() for word in pair]
     assert plancli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
