@@ -4,6 +4,7 @@ Inside `context_parallel` the rules below recognise the token that a plan hands 
 put the plan's schedule in its place. Everywhere else that token raises.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp import call, compat
+from flexcp import arguments, call, compat
 from flexcp.kernel import Score
 from flexcp.tokens import IN_A_GRAPH, OUTSIDE, token_of
 
@@ -228,6 +229,10 @@ def _validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
     if _contexts()[-1].plan is not None:
         # Here and not in the rule, since Dynamo stumbles over a DTensor on the way, and torch over unequal batches.
         call.check_together(query, key, value)
+        # Dynamo's message on these is a page. torch asks nobody about them, so they are looked up where it was called.
+        given = sys._getframe(1).f_locals
+        arguments.check_scale(given.get("scale"))
+        arguments.check_score(given.get("score_mod"))
     if compat.inside_functorch():
         raise NotImplementedError(
             "attention over a sharded sequence does not work under torch.func transforms; use torch.autograd"

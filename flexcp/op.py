@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp import call, compat
+from flexcp import arguments, call, compat
 from flexcp.api import Plan
 from flexcp.dispatch import ContextParallelMode
 from flexcp.kernel import Score, accumulation_dtype
@@ -92,6 +92,7 @@ def flex_attention(
         raise NotImplementedError(_TRANSFORMED)
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(f"q has {q.shape[1]} heads, k and v have {k.shape[1]}; pass enable_gqa=True")
+    arguments.check_scale(scale)
     handle = _handle(plan, mask, block_mask)
     number, captured = _score(score_mod)
     tensors = [*score_tensors, *captured]
@@ -100,6 +101,9 @@ def flex_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = torch.ops.flexcp.flex_attention.default(q, k, v, handle, number, tensors, scale)
     return (out, lse * call.LN2) if return_lse else out
+
+
+_probed = {IDENTITY}  # numbers of score_mods that return a tensor
 
 
 def _handle(plan: Plan | BlockMask | None, mask: str | None, block_mask: BlockMask | None) -> Tensor:
@@ -126,6 +130,7 @@ def _score(score_mod: Callable[..., Tensor] | ScoreMod | None) -> tuple[int, tup
         return score_mod.number, score_mod.tensors
     if torch.compiler.is_compiling():
         return constant_number(score_mod), ()
+    arguments.require_callable(score_mod)
     return lift(score_mod)
 
 
@@ -133,6 +138,10 @@ def _score(score_mod: Callable[..., Tensor] | ScoreMod | None) -> tuple[int, tup
 @torch.compiler.disable
 def _attention(q, k, v, handle, score, score_tensors, scale):
     token, modified = token_by(handle), Score(function_of(score), tuple(score_tensors))
+    if score not in _probed:
+        # Here, where compiled code's score is a function again, too.
+        arguments.require_tensor(modified.function, score_tensors)
+        _probed.add(score)
     with compat.below_autograd():
         out, lse = call.forward(q, k, v, token, token.plan(), modified, scale)
     return out.contiguous(), lse.contiguous()  # the strides that the fakes promise: inductor reads by them

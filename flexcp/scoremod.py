@@ -67,6 +67,7 @@ def lift(score_mod: Callable[..., Tensor]) -> tuple[int, tuple[Tensor, ...]]:
             given = len(tensors) - count
             return make(iter(tensors[given:]))(score, b, h, q_idx, kv_idx, *tensors[:given])
 
+        lifted.__name__ = getattr(score_mod, "__name__", type(score_mod).__name__)
         lifted.code = f"score_mod {number}"  # by which the GPU's kernels tell programs apart
         _functions[number] = lifted
     return _numbers[key], tuple(lifting.tensors)

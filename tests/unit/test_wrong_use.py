@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,46 @@ def test_dtypes_that_attention_would_truncate_are_refused(dtype: torch.dtype) ->
         flexcp.flex_attention(x, x, x, plan)
     with flexcp.context_parallel(plan), pytest.raises(ValueError):  # torch's own sentence, or ours
         flex_attention(x, x, x, block_mask=plan.block_mask)
+
+
+def call_through(door: str, **keywords) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    x = torch.randn(1, 1, 128, 16, requires_grad=True)
+    if door == "operator":
+        return flexcp.flex_attention(x, x, x, plan, **keywords)
+    with flexcp.context_parallel(plan):
+        return flex_attention(x, x, x, block_mask=plan.block_mask, **keywords)
+
+
+@pytest.mark.parametrize("door", ["context", "operator"])
+@pytest.mark.parametrize("scale", ["a", [0.5], 1j])
+def test_a_scale_that_is_no_number(scale, door: str) -> None:
+    with pytest.raises(ValueError, match=r"^scale is .*; it is a number, the factor on q @ k, or None"):
+        call_through(door, scale=scale)
+
+
+@pytest.mark.parametrize("door", ["context", "operator"])
+def test_numbers_of_other_libraries_are_scales(door: str) -> None:
+    torch.manual_seed(0)
+    expected = call_through(door, scale=0.5)
+    for scale in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5)):
+        torch.manual_seed(0)
+        assert torch.equal(call_through(door, scale=scale), expected)
+
+
+@pytest.mark.parametrize("door", ["context", "operator"])
+def test_a_score_mod_that_returns_no_tensor(door: str) -> None:
+    def forgot(score, b, h, q_idx, kv_idx):
+        score + q_idx
+
+    for wrong in (forgot, functools.partial(forgot), lambda *args: forgot(*args)):
+        for _ in range(2):  # once it is known, too
+            with pytest.raises(ValueError, match=r"^score_mod .* returned None; it is a function .* returns the new"):
+                call_through(door, score_mod=wrong)
+    with pytest.raises(ValueError, match=r"^score_mod is 'alibi'; it is a function"):
+        call_through(door, score_mod="alibi")
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 128, 16), (1, 0, 128, 16), (1, 1, 128, 0)])
