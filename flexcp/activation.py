@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flexcp.offload import Store
@@ -23,7 +23,7 @@ def checkpoint_layers(layers: Sequence[nn.Module], mode: str, store: Store | Non
     Args:
         layers: each called with the residual stream first.
         mode: of MODES.
-        store: where the layers' inputs lie between forward and backward; None: where they are.
+        store: as in `store_inputs`; None: what is kept stays where it is.
 
     Raises:
         ValueError: a store, and nothing to be kept in it.
@@ -36,13 +36,31 @@ def checkpoint_layers(layers: Sequence[nn.Module], mode: str, store: Store | Non
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
     for layer in layers:
-        layer.forward = functools.partial(_checkpointed, layer.forward, store, options)
+        layer.forward = functools.partial(_checkpointed, layer.forward, options)
+    if store is not None:
+        store_inputs(layers, store)
 
 
-def _checkpointed(forward: Callable[..., Any], store: Store | None, options: dict[str, Any], *inputs: Any) -> Any:
-    if store is None:
-        return checkpoint(forward, *inputs, use_reentrant=False, **options)
-    return store.checkpoint(forward, *inputs, **options)
+def store_inputs(layers: Sequence[nn.Module], store: Store) -> None:
+    """Replaces the forward of each layer, in place: what backward keeps of the layer's input lies in the store.
+
+    Around a compiled layer, too, since what a graph keeps for backward is autograd's, as ever.
+
+    Args:
+        layers: checkpointed; each called with the residual stream first.
+        store: where the inputs lie between forward and backward.
+    """
+    for layer in layers:
+        layer.forward = functools.partial(_stored, layer.forward, store)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *inputs: Any) -> Any:
+    return checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+
+def _stored(forward: Callable[..., Any], store: Store, x: Tensor, *rest: Any) -> Any:
+    with store.placing(x):
+        return forward(x, *rest)
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexcp import activation, loggers, planner, profiling
 from flexcp.balance import BALANCES
-from flexcp.config import DTYPES, TrainConfig
+from flexcp.config import COMPILE_BACKENDS, DTYPES, TrainConfig
 from flexcp.errors import UserError, unknown
 from flexcp.fp8 import RECIPES, check_fp8
 from flexcp.group import ulysses_ranks
@@ -34,6 +34,7 @@ def check(config: TrainConfig) -> None:
     names = (
         *(("comm", COMMS), ("balance", BALANCES), ("dtype", DTYPES), ("rope_precision", PRECISIONS)),
         *(("ac", activation.MODES), ("offload", ("on", "off")), ("fsdp", ("on", "off"))),
+        ("compile", tuple(COMPILE_BACKENDS)),
         *(("fp8", RECIPES), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
         *(("save_mode", SAVE_MODES), ("memory", ("given", "auto")), ("offload_fp8", ("on", "off"))),

@@ -20,6 +20,7 @@ from flexcp.parallelize import Parallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULT_MODEL = "llama3-debug"
+COMPILE_BACKENDS = {"off": None, "on": "inductor", "aot_eager": "aot_eager"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class TrainConfig(LongOptions):
     fp8: str = "none"
     """Products of the layers' matrices in fp8, by torchao: none, rowwise, rowwise_with_gw_hp, tensorwise, or
     tensorwise_all_gather, which also sends the weights as fp8. Emulated on a CPU."""
+
+    compile: str = "off"
+    """on: each layer is one graph, compiled by inductor; aot_eager: one graph, run operation by operation, to debug."""
 
     offload: str = "off"
     """on: what --ac keeps waits in host memory for backward."""
@@ -213,7 +217,8 @@ class TrainConfig(LongOptions):
         if self.offload == "on":
             store = Store(device, keep_bytes=int(self.offload_keep * 2**30), fp8=self.offload_fp8 == "on")
         lean = Lean(self.tile, self.head_serial, self.ac == "selective", self.checkpoint_every)
-        return Parallel(self.fsdp == "on", self.ac, store, self.fp8, None if lean.is_plain else lean)
+        backend = COMPILE_BACKENDS[self.compile]
+        return Parallel(self.fsdp == "on", self.ac, store, self.fp8, None if lean.is_plain else lean, backend)
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""

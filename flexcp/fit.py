@@ -1,6 +1,8 @@
 """Whether a run fits, and what would make it fit: the trainer's settings, put to the memory planner."""
 
 import dataclasses
+import os
+import shutil
 
 import torch
 from rich.console import Console
@@ -123,6 +125,26 @@ def check_options(config: TrainConfig, grid: Degrees) -> None:
         )
     if config.offload == "off" and (config.offload_keep or config.offload_fp8 == "on"):
         raise UserError("--offload-keep and --offload-fp8 say how checkpoints are offloaded: add --offload on")
+    if config.compile != "off" and lean:
+        chosen = " (by --memory auto)" if config.memory == "auto" else ""
+        raise UserError(
+            f"--compile makes each layer one graph, and {lean[0]}{chosen} runs autograd in its middle: leave one of "
+            "the two off"
+        )
+
+
+def check_compiler(config: TrainConfig, device: torch.device) -> None:
+    """Refuses what inductor would stop at in the first step.
+
+    Raises:
+        UserError: there is nothing that compiles C++, which it writes for a CPU.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if config.compile == "on" and device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(
+            f"--compile on needs a C++ compiler on a CPU, and {compiler} is not found: install g++, name another in "
+            "the variable CXX, or use --compile off"
+        )
 
 
 def show(setup: Setup, name: str, limits: Limits, console: Console) -> None:

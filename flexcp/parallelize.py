@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flexcp.activation import checkpoint_layers
+from flexcp import compiled
+from flexcp.activation import checkpoint_layers, store_inputs
 from flexcp.compat_tensor import full_tensor, offset_of_local
 from flexcp.fp8 import convert
 from flexcp.leanlayer import Lean, make_lean
@@ -32,6 +33,9 @@ class Parallel:
         store: where what is kept lies; None: where it was made.
         fp8: of `fp8.RECIPES`, the products of the layers' matrices.
         lean: how lean the layers are, which then keep by themselves what `ac` says; None: they are plain.
+        compile_backend: of torch.compile, by which each layer becomes one graph, its checkpoint included and attention
+            in it as the operator `flexcp.flex_attention`; None: layers run as they are. A lean layer, which runs
+            autograd in its middle, cannot be one.
     """
 
     fsdp: bool = True
@@ -39,6 +43,7 @@ class Parallel:
     store: Store | None = None
     fp8: str = "none"
     lean: Lean | None = None
+    compile_backend: str | None = None
 
 
 def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
@@ -49,17 +54,36 @@ def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
             parameters, learned tensors of its scores for instance.
         mesh: the grid.
         how: what to do.
+
+    Raises:
+        ValueError: layers that are lean and compiled.
     """
+    if how.lean is not None and how.compile_backend is not None:
+        raise ValueError("lean layers run autograd in their middle, and cannot be compiled: leave out one of the two")
     decoder = _decoder(model)
     convert(decoder.layers, how.fp8, mesh.device_type)
     if mesh.tp is not None:
         tensor_parallel(decoder, mesh.tp)
     if how.lean is not None:
         make_lean(list(decoder.layers), how.lean, how.store)
+    elif how.compile_backend is not None:
+        checkpoint_layers(list(decoder.layers), how.ac)
+        _compile(decoder, mesh, how.compile_backend, how.store)
     else:
         checkpoint_layers(list(decoder.layers), how.ac, how.store)
     if how.fsdp and mesh.sharding is not None:
         _shard(model, list(decoder.layers), mesh)
+
+
+def _compile(decoder: nn.Module, mesh: Mesh, backend: str, store: Store | None) -> None:
+    layers = list(decoder.layers)
+    if mesh.tp is not None:
+        # The embedding's output is still on its way, in a wrapper that AOTAutograd takes off, and the gradient's way
+        # back with it. A copy waits for it.
+        decoder.embed.register_forward_hook(lambda module, args, x: x.clone())
+    compiled.compile(decoder, fullgraph=True, backend=backend, blocks=layers)
+    if store is not None:
+        store_inputs(layers, store)
 
 
 def _decoder(model: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ from flexcp.config import TrainConfig
 from flexcp.data import Documents
 from flexcp.errors import UserError
 from flexcp.evaluate import Evaluation, evaluate
-from flexcp.fit import check_options, dry_run, require_memory, resolve
+from flexcp.fit import check_compiler, check_options, dry_run, require_memory, resolve
 from flexcp.inputs import Inputs, check_init, make_model, make_reader, read_inputs, save_model
 from flexcp.loggers import names_of, open_sinks
 from flexcp.mesh import Degrees, Mesh
@@ -114,6 +114,7 @@ def check_all(config: TrainConfig, world: launch.World | None) -> Inputs:
     check(config)
     grid, device, local_ranks = _machine(config, world)
     check_options(config, grid)
+    check_compiler(config, device)
     if config.init_from is not None:
         check_init(config)
     require_memory(config, grid, device, local_ranks)

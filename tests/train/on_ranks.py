@@ -1,7 +1,9 @@
 """What the tests of the trainer run in each rank."""
 
 import functools
+import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -66,8 +70,9 @@ def batch_of(seq_len: int, rows: int, labels_end: int | None = None) -> Batch:
 class BiasedLlama(nn.Module):
     """A Llama whose scores carry a learned bias of the distance, one per head; and what else is asked for."""
 
-    def __init__(self, dtype: torch.dtype, score: str = "bias") -> None:
+    def __init__(self, dtype: torch.dtype, score: str = "bias", compiled: bool = False) -> None:
         super().__init__()
+        self.compiled = compiled
         self.change = {
             "bias": lambda s, distance: s,
             "softcap": lambda s, distance: torch.tanh(s / 2) * 2,
@@ -82,7 +87,9 @@ class BiasedLlama(nn.Module):
         def score_mod(score, b, h, q_idx, kv_idx):
             return change(score + bias[h, (q_idx - kv_idx).clamp(0, 63)], q_idx - kv_idx)
 
-        return self.llama(tokens, positions, block_mask, score_mod)
+        # Compiled code takes no function that captures.
+        score = flexcp.ScoreMod(score_mod) if self.compiled else score_mod
+        return self.llama(tokens, positions, block_mask, score)
 
     def dense_score(self, scores: Tensor) -> Tensor:
         place = torch.arange(scores.shape[-1])
@@ -107,20 +114,27 @@ def gradients(
     fp8: str = "none",
     score: str = "bias",
     tied: bool = False,
+    compile_backend: str | None = None,
 ) -> dict[str, Any]:
     """Loss, label count and summed gradients of one batch in float64, and this rank's own share of labels."""
     grid = mesh(**(degrees or {}))
     config = TrainConfig(cp=grid.degrees.cp, seq_len=seq_len, batch=rows, comm=comm, balance=balance)
     batch = batch_of(seq_len, rows, labels_end)
     shape = replace(TINY, tied_head=tied)
-    model = BiasedLlama(torch.float64, score) if biased else build(shape, seed=1, dtype=torch.float64)
-    parallelize(model, grid, Parallel(fsdp, ac, fp8=fp8))
+    model = build(shape, seed=1, dtype=torch.float64)
+    if biased:
+        model = BiasedLlama(torch.float64, score, compile_backend is not None)
+    if compile_backend is not None:
+        torch._dynamo.reset()
+        counters.clear()
+    parallelize(model, grid, Parallel(fsdp, ac, fp8=fp8, compile_backend=compile_backend))
     plans = plans_for(config, grid)
     loss, num_labels, _ = accumulate(model, batch, plans, grid, grad_accum)
     sum_gradients(model.parameters(), grid.gradient_group)
     share = own_rows(batch, grid)
     mine = int((plans(share).shard(share.labels, pad=IGNORE) != IGNORE).sum())
-    return {"loss": loss, "tokens": num_labels, "grads": [whole(p.grad) for p in model.parameters()], "mine": mine}
+    grads, graphs = [whole(p.grad) for p in model.parameters()], counters["aot_autograd"]["total"]
+    return {"loss": loss, "tokens": num_labels, "grads": grads, "mine": mine, "graphs": graphs}
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -134,6 +148,51 @@ def train(config: TrainConfig) -> dict[str, Any]:
     degrees = {name: getattr(config, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     records = run(config, mesh(**degrees), on_step=on_step)
     return {"records": records, "weights": finals}
+
+
+def _callers(event: Any) -> set[str]:
+    names = set()
+    while (event := event.cpu_parent) is not None:
+        names.add(event.name)
+    return names
+
+
+def train_compiled(config: TrainConfig) -> dict[str, Any]:
+    """The losses of a run, what was compiled in it, and what the last step called.
+
+    What is compiled again after the first step is an error.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    metrics.reset()
+    times: list[float] = []
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def on_step(model: nn.Module, record: Any) -> None:
+        torch._dynamo.config.error_on_recompile = config.compile != "off"
+        if record["step"] < config.steps:
+            times.append(time.perf_counter())
+        if record["step"] == config.steps - 1:
+            profile.start()
+
+    try:
+        degrees = {name: getattr(config, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+        records = run(config, mesh(**degrees), on_step=on_step)
+    finally:
+        torch._dynamo.config.error_on_recompile = False
+    profile.stop()
+    # What autograd's rule or a mode is given, and calls again, counts once.
+    calls = Counter(event.name for event in profile.events() if event.name not in _callers(event))
+    return {
+        "losses": [record["loss"] for record in records],
+        # Not Dynamo's own count, since torch's flex_attention makes a graph for itself in eager code.
+        "graphs": counters["aot_autograd"]["total"],
+        "kernels": metrics.generated_kernel_count,
+        "ms": (times[-1] - times[0]) / (len(times) - 1) * 1e3,
+        "attention": [calls[f"flexcp::flex_attention{way}"] for way in ("", "_backward")],
+        "calls": calls.total(),
+        "unfused": [calls["aten::rsqrt"], calls["aten::silu"]],
+    }
 
 
 def logits_of_two_documents(token: int) -> Tensor:

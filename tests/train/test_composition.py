@@ -1,6 +1,7 @@
 """The table of what is combined with context parallelism: each cell's run is one rank's, over 20 steps.
 
-Gradients parameter by parameter, for a learned bias too, are in test_grid, test_tp, test_activation and test_fp8.
+Gradients parameter by parameter, for a learned bias too, are in test_grid, test_tp, test_activation, test_fp8 and
+test_compile.
 """
 
 import itertools
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from flexcp.config import TrainConfig
+from flexcp.inputs import make_reader, read_inputs
 from flexcp.memory import Setup, estimate
 from tests.ranks import Ranks
 from tests.train import on_ranks
 
 GetRanks = Callable[[int], Ranks]
+LAYERS = 2
 CP4, CP2_DP2, CP2_TP2 = {"cp": 4}, {"cp": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}
 HSDP = {"cp": 2, "dp_replicate": 2}
 IN_BACKWARD = {"optim_step": "in_backward", "grad_clip": None}
@@ -47,6 +50,16 @@ TRIPLES = {
     ),
 }
 
+# Each with --compile off and on: what was compiled is compared, too. The last is what one rank is run with as well.
+COMPILED = {
+    "CP + compile": (2, {"cp": 2, "fsdp": "off"}, {}),
+    "CP + dp shard + compile": (4, CP2_DP2, {}),
+    "CP + dp shard + full + compile": (4, {**CP2_DP2, "ac": "full"}, {}),
+    "CP + dp shard + selective + compile": (4, {**CP2_DP2, "ac": "selective"}, {}),
+    "CP + TP + selective + offload + compile": (4, {**CP2_TP2, "ac": "selective", "offload": "on"}, {}),
+    "CP + fp8 + compile": (2, {"cp": 2}, {"fp8": "rowwise"}),
+}
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
@@ -54,7 +67,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("model")
     shape = {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+        **{"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
         **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048, "hidden_act": "silu"},
         "tie_word_embeddings": False,
     }
@@ -99,6 +112,65 @@ def test_a_cell_is_one_ranks_run(ranks: GetRanks, settings: dict, alone: Callabl
 @pytest.mark.parametrize("name", TRIPLES)
 def test_three_at_once_are_one_ranks_run(ranks: GetRanks, settings: dict, alone: Callable, name: str) -> None:
     check(ranks(8), settings, alone, name, *TRIPLES[name])
+
+
+@pytest.fixture
+def documents(settings: dict, tmp_path: Path) -> dict:
+    """Settings with documents of all lengths, which begin elsewhere in every step."""
+    paragraphs = Path(settings["data"]).read_text().split("\n\n")
+    data = tmp_path / "paragraphs.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+    config = TrainConfig(**{**settings, "data": str(data)})
+    reader = make_reader(config, read_inputs(config).train)
+    steps = [reader.next().doc_ids for _ in range(4)]
+    starts = {tuple(map(tuple, ids.diff(dim=1).nonzero().tolist())) for ids in steps}
+    assert len(starts) == len(steps)
+    return {**settings, "data": str(data)}
+
+
+def check_compiled(pool: Ranks, settings: dict, name: str, grid: dict, both: dict, compile: str) -> None:
+    """Losses are one uncompiled rank's; layers became one graph in the first step, with attention in it as an
+    operator, and nothing was compiled again for other documents (`train_compiled`)."""
+    expected = [record["loss"] for record in on_ranks.train(TrainConfig(**settings, **both))["records"]]
+    off, on = (
+        pool.run(on_ranks.train_compiled, TrainConfig(**settings, **grid, **both, compile=value), timeout_s=300)
+        for value in ("off", compile)
+    )
+    for word, results in (("off", off), ("on", on)):
+        one = results[0]
+        worst = max(abs(x - y) for r in results for x, y in zip(r["losses"], expected, strict=True))
+        print(
+            f"{name} ({compile}), {word}: {len(expected)} losses within {worst:.1e} of one uncompiled rank's; "
+            f"{one['graphs']} graphs, {one['kernels']} kernels; a step takes {one['ms']:.0f} ms and {one['calls']:,} "
+            f"calls, of attention's operators {one['attention']}, of rsqrt and silu {one['unfused']}"
+        )
+        # fp8 rounds: what differs in the last bit of fp32 may differ in the last of eight.
+        assert worst < (2e-2 if "fp8" in both else 1e-4), name
+    # One call for each layer, whose output is kept but under --ac full.
+    calls = [LAYERS * (2 if grid.get("ac") == "full" else 1), LAYERS]
+    assert all(r["graphs"] == r["kernels"] == 0 and r["attention"] == [0, 0] for r in off)
+    # One graph: the second layer has other data, and no other code.
+    assert all(r["graphs"] == 1 and r["attention"] == calls for r in on)
+    assert all(r["calls"] < before["calls"] for r, before in zip(on, off))
+    for r in on:
+        if compile == "on":
+            assert r["kernels"] > 0
+            assert r["unfused"] == [1, 0]  # the last norm is in no layer
+        else:
+            assert r["kernels"] == 0
+            assert min(r["unfused"]) >= LAYERS
+
+
+def test_compiled_layers_are_one_uncompiled_ranks_run(ranks: GetRanks, documents: dict) -> None:
+    settings = {**documents, "steps": 3}
+    check_compiled(ranks(2), settings, "CP + FSDP2 + selective", {"cp": 2, "ac": "selective"}, {}, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_cell_is_one_uncompiled_ranks_run(ranks: GetRanks, documents: dict, name: str) -> None:
+    num_ranks, grid, both = COMPILED[name]
+    check_compiled(ranks(num_ranks), documents, name, grid, both, "on")
 
 
 @pytest.mark.slow
