@@ -55,6 +55,8 @@ def fp8(
         for repeat in range(repeats + 2):
             for key, run in runs.items():
                 ms = _time_ms(run, device)
+                if repeat == 0:
+                    print(f"{' '.join(key)}: first call {ms / 1e3:.1f} s", flush=True)
                 if repeat >= 2:  # the first compile, the second settles
                     times[key].append(ms)
     medians = {key: statistics.median(values) for key, values in times.items()}
@@ -86,12 +88,16 @@ def _run(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> 
 def _matrices(layer: Layer, tokens: int, make: Callable) -> Callable[[], None]:
     """The seven products of a layer, one after the other, with nothing between them."""
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    inputs = {linear.in_features: _input(linear, tokens) for linear in linears}
-    runs = [_run(make(linear), linear, inputs[linear.in_features]) for linear in linears]
+    inputs = [_input(linear, tokens) for linear in linears]
+    dy: list[Tensor] = []
+    products = make(lambda *inputs: tuple(linear(x) for linear, x in zip(linears, inputs)))
 
     def run() -> None:
-        for one in runs:
-            one()
+        outputs = products(*inputs)
+        dy.extend(torch.randn_like(y) for y in outputs[len(dy) :])
+        torch.autograd.backward(outputs, dy)
+        for x in (*inputs, *layer.parameters()):
+            x.grad = None
 
     return run
 
