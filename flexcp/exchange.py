@@ -8,6 +8,7 @@ heads; the slots of heads that do not need a block stay 0 and are not read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,12 +27,17 @@ class Routes:
         send_counts: rows for each rank; 0 for this one.
         receive_rows: int64, numbers of buffer rows (head * slots + slot), source after source.
         receive_counts: rows from each rank; 0 for this one.
+        sum_rows: int64, which rows of gradients to add up in the order of their ranks, local row after local row: first
+            count those that come back for `send_rows`, then this rank's own.
+        sum_offsets: int64 [local rows], where each local row's begin.
     """
 
     send_rows: Tensor
     send_counts: tuple[int, ...]
     receive_rows: Tensor
     receive_counts: tuple[int, ...]
+    sum_rows: Tensor
+    sum_offsets: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,12 @@ class Exchange:
     needs: np.ndarray
     slots: int
     _routes: dict[tuple[int, torch.device, int, int], Routes] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def used(self) -> int:
+        """Slots from the first on of which none is empty: all that are used, unless heads differ."""
+        blocks = self.needs.shape[3]
+        return blocks + (int(received(self.needs, self.rank).sum()) if len(self.needs) == 1 else 0)
 
     @property
     def silent(self) -> bool:
@@ -77,8 +89,16 @@ class Exchange:
             head, block = needs[:, rank, other].nonzero()
             receive.append(head * self.slots + slot_of[other, block])
             receive_counts[other] = len(head)
-        send_rows, receive_rows = (torch.from_numpy(np.concatenate(rows)).to(device) for rows in (send, receive))
-        return Routes(send_rows, tuple(send_counts), receive_rows, tuple(receive_counts))
+        own = np.arange(needs.shape[0] * blocks)
+        row = np.concatenate([*send, own])
+        source = np.concatenate([np.repeat(np.arange(len(send_counts)), send_counts), np.full(len(own), rank)])
+        order = np.lexsort((source, row))
+        offsets = np.searchsorted(row[order], own)
+        tables = (
+            torch.from_numpy(x).to(device) for x in (np.concatenate(send), np.concatenate(receive), order, offsets)
+        )
+        send_rows, receive_rows, sum_rows, sum_offsets = tables
+        return Routes(send_rows, tuple(send_counts), receive_rows, tuple(receive_counts), sum_rows, sum_offsets)
 
 
 def needs_of_groups(needs: np.ndarray, groups: int) -> np.ndarray:

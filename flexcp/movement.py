@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from flexcp.comm import Link, Pending
 from flexcp.exchange import Exchange, Routes
@@ -58,7 +59,7 @@ class Exchanging:
         """Keys and values of this rank's own blocks and then of the received ones, [B, G, rows, D] for each stage."""
         buffer = self.own.new_empty(self.groups, self.exchange.slots, self.own.shape[1])
         buffer[:, : self.blocks] = self.own.unflatten(0, (self.groups, self.blocks))
-        buffer[:, self.blocks :] = 0  # slots that stay empty are multiplied with, too
+        buffer[:, self.exchange.used :] = 0  # slots that stay empty are multiplied with, too
         if self.pending is not None:
             received = self.pending.wait()
             assert received is not None
@@ -73,7 +74,6 @@ class ExchangedGradients:
 
     def __init__(self, group: HeadGroup, dk: Tensor, dv: Tensor, like: Tensor, link: Link) -> None:
         self.exchange, self.routes = _routes(group, like)
-        self.rank = link.rank
         self.batch, self.groups, _, self.dim = dk.shape
         self.blocks = like.shape[2] // self.exchange.block_size
         rows = _rows(torch.cat([dk, dv], dim=-1), self.exchange.block_size)
@@ -81,16 +81,14 @@ class ExchangedGradients:
         self.pending = _send(link, self.exchange, rows, self.routes.receive_rows, self.routes, forward=False)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        total = torch.zeros_like(self.own, dtype=accumulation_dtype(self.own.dtype))
-        counts = self.routes.send_counts
-        received = None if self.pending is None else self.pending.wait()
-        parts = [None] * len(counts) if received is None else received.split(counts)
-        for rank, (rows, part) in enumerate(zip(self.routes.send_rows.split(counts), parts)):
-            if rank == self.rank:
-                total += self.own
-            elif part is not None and part.shape[0]:
-                # A row occurs once in what one rank sends, so the order of additions is that of the ranks.
-                total[rows] += part
+        total = self.own
+        if self.pending is not None:
+            received = self.pending.wait()
+            assert received is not None
+            # Adds in the accumulation dtype, one row after the other, and rounds once.
+            total = embedding_bag(
+                self.routes.sum_rows, torch.cat([received, self.own]), self.routes.sum_offsets, mode="sum"
+            )
         dkv = _unrows(total.unflatten(0, (self.groups, self.blocks)), self.batch, self.exchange.block_size)
         return dkv[..., : self.dim], dkv[..., self.dim :]
 
