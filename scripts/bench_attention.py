@@ -66,10 +66,14 @@ class Bench:
 
     Args:
         heads: (query heads, KV heads, head dim).
+        median: as in `cases`.
     """
 
-    def __init__(self, seq_len: int, cp: int, heads: tuple[int, int, int], device: str, repeat: int) -> None:
+    def __init__(
+        self, seq_len: int, cp: int, heads: tuple[int, int, int], device: str, repeat: int, median: int = 0
+    ) -> None:
         torch.manual_seed(0)
+        self.median = median
         self.seq_len, self.cp, self.device, self.repeat = seq_len, cp, device, repeat
         self.heads, self.groups, self.dim = heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -271,6 +275,7 @@ def attention(
     others: bool = True,
     device: str = "cuda",
     repeat: int = 20,
+    median: int = 0,
     triton: bool = False,
 ) -> None:
     """One table a mask: every schedule of flexcp, its slowest rank, beside torch's flex CP, cuDNN and FlashAttention-2.
@@ -284,11 +289,12 @@ def attention(
         others: measure torch's own ones, too (a GPU only).
         device: cuda, or cpu to see that it runs.
         repeat: calls, of which the median counts.
+        median: length of documents, in tokens; 0: seq_len / 64.
         triton: as if FLASH were not installed.
     """
     if triton:
         kernel_gpu.flash_is_available = lambda device: False
-    bench = Bench(seq_len, cp, heads, device, repeat)
+    bench = Bench(seq_len, cp, heads, device, repeat, median)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     console = Console(width=170)
     console.print(
@@ -309,7 +315,7 @@ def print_tables(
     bench: Bench, names: tuple[str, ...], schedules: tuple[str, ...], others: bool, say: Callable[[Any], None]
 ) -> None:
     """A table a mask, of which flexcp's part is measured first."""
-    for case in cases(bench.seq_len, names):
+    for case in cases(bench.seq_len, names, bench.median):
         one, reference = bench.one_device(case)
         ours = partial(bench.schedule, case=case, reference=reference)
         ready = [one, *_ready({name: partial(ours, name, **SCHEDULES[name]) for name in schedules}, say)]

@@ -23,12 +23,12 @@ class Case:
     causal: bool = False
 
 
-def lengths_of_documents(seq_len: int, seed: int = 0) -> list[int]:
-    """Long-tailed: half are shorter than seq_len / 64, some nearly half the sequence."""
+def lengths_of_documents(seq_len: int, median: int, seed: int = 0) -> list[int]:
+    """Long-tailed: half are shorter than the median, some nearly half the sequence."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) < seq_len:
-        draw = float(torch.randn((), generator=generator).exp().pow(1.3)) * seq_len / 64
+        draw = float(torch.randn((), generator=generator).exp().pow(1.3)) * median
         lengths.append(max(16, min(int(draw), seq_len // 2, seq_len - sum(lengths))))
     lengths[-1] -= sum(lengths) - seq_len
     return [n for n in lengths if n > 0]
@@ -37,9 +37,10 @@ def lengths_of_documents(seq_len: int, seed: int = 0) -> list[int]:
 MASKS = ("causal", "window", "documents-causal", "documents-full", "prefix")
 
 
-def cases(seq_len: int, names: tuple[str, ...]) -> list[Case]:
+def cases(seq_len: int, names: tuple[str, ...], median: int = 0) -> list[Case]:
+    """Masks by name; median: of documents, in tokens; 0: seq_len / 64."""
     window, prefix = min(4096, seq_len // 4), seq_len // 4
-    lengths = lengths_of_documents(seq_len)
+    lengths = lengths_of_documents(seq_len, median or seq_len // 64)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     triangle = lambda n: n * (n + 1) // 2  # noqa: E731
     every = {

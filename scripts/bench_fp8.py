@@ -86,11 +86,12 @@ def _run(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> 
 
 
 def _matrices(layer: Layer, tokens: int, make: Callable) -> Callable[[], None]:
-    """The seven products of a layer, one after the other, with nothing between them."""
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    inputs = [_input(linear, tokens) for linear in linears]
+    """The seven products of a layer with nothing between them, in one graph; inputs are shared as in the layer."""
+    attn, mlp = layer.attn, layer.mlp
+    shared = [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    inputs = [_input(some[0], tokens) for some in shared]
     dy: list[Tensor] = []
-    products = make(lambda *inputs: tuple(linear(x) for linear, x in zip(linears, inputs)))
+    products = make(lambda *inputs: tuple(linear(x) for some, x in zip(shared, inputs) for linear in some))
 
     def run() -> None:
         outputs = products(*inputs)

@@ -1,6 +1,6 @@
 """Long sequences on one GPU, alone or as one rank of eight: peak memory beside the planner's prediction, and seconds.
 
-python scripts/bench_memory.py million --rank 0 [--budget-gib 80]    1,048,576 tokens of Llama3-8B over 8 ranks
+python scripts/bench_memory.py million [--budget-gib 80]             1,048,576 tokens of Llama3-8B, ranks 0 and 7 of 8
 python scripts/bench_memory.py alone                                 393,216 causal tokens on this GPU
 python scripts/bench_memory.py documents                             1,441,792 tokens in documents of 32K
 python scripts/bench_memory.py curve                                 peak against length, a technique more at a time
@@ -217,26 +217,27 @@ def measure(common: Common, name: str, setup: Setup, mask: masks.Mask, mesh: Mes
 
 def million(
     common: Common = Common(),
-    rank: int = 0,
+    ranks: tuple[int, ...] = (0, 7),
     world: int = 8,
     seq_len: int = 1 << 20,
     gb_s: float = 450.0,
     budget_gib: float = 0.0,
 ) -> None:
-    """One rank of many: a whole step of a sequence that is divided over them, attention not computed twice."""
+    """Ranks of many, in turn: a whole step of a sequence that is divided over them, attention not computed twice."""
     ends = time.perf_counter() + common.limit_s
     if common.device == "cuda":  # or DeviceMesh warns, and takes the GPU of this rank's number
         torch.cuda.set_device(0)
-    simulate(rank, world, gb_s)
-    try:
-        mesh = Mesh(Degrees(cp=world), common.device)
-        setup = replace(common.setup(seq_len, world), ac="selective")
-        chosen = advise(setup, common.limits(budget_gib)).setup
-        _begin(f"{common.model}, rank {rank} of {world} at {gb_s:g} GB/s: {flags(setup, chosen)}", common.device)
-        measure(common, f"rank {rank}", chosen, masks.causal(), mesh, ends)
-        print(NOT_MEASURED)
-    finally:
-        dist.destroy_process_group()
+    setup = replace(common.setup(seq_len, world), ac="selective")
+    chosen = advise(setup, common.limits(budget_gib)).setup
+    _begin(f"{common.model}, ranks of {world} at {gb_s:g} GB/s: {flags(setup, chosen)}", common.device)
+    for rank in ranks:
+        simulate(rank, world, gb_s)
+        try:
+            mesh = Mesh(Degrees(cp=world), common.device)
+            measure(common, f"rank {rank}", chosen, masks.causal(), mesh, ends)
+        finally:
+            dist.destroy_process_group()
+    print(NOT_MEASURED)
 
 
 def alone(common: Common = Common(), seq_len: int = 393_216, budget_gib: float = 0.0) -> None:

@@ -26,11 +26,11 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if " 5." in line]  # with a loss, of about ln 256
 
 
-def test_one_rank_of_two(bench, capsys) -> None:
-    bench.main(["million", *TINY, "--seq-len", "1024", "--world", "2", "--rank", "1"])
+def test_two_ranks_of_two_in_turn(bench, capsys) -> None:
+    bench.main(["million", *TINY, "--seq-len", "1024", "--world", "2", "--ranks", "0", "1"])
     out = capsys.readouterr().out
-    assert len(rows(out)) == 1
-    assert "rank 1 of 2 at 450 GB/s" in out
+    assert [row.split()[1] for row in rows(out)] == ["0", "1"]
+    assert "ranks of 2 at 450 GB/s" in out
     assert "not measured: waiting for slower ranks" in out
     assert not dist.is_initialized()
 
@@ -45,8 +45,9 @@ def test_the_gpu_is_chosen_before_a_mesh_is_made(bench, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(bench, "Mesh", mesh)
+    monkeypatch.setattr(bench.Common, "limits", lambda *_: bench.Limits(1 << 40, 1 << 40))
     with pytest.raises(KeyboardInterrupt):
-        bench.million(bench.Common(model="llama3-debug", device="cuda"), rank=3)
+        bench.million(bench.Common(model="llama3-debug", device="cuda"), ranks=(3,))
     assert calls == [0, "mesh"]
     assert not dist.is_initialized()
 
