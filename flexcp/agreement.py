@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import ClosedFormMask
+from flexcp.blocksource import ClosedFormMask
 from flexcp.comm import Link
 from flexcp.table import Table
 

@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp import balance as balancing
 from flexcp import planner, sharding
 from flexcp.agreement import agree, mask_digest, others_are_told, table_digest
-from flexcp.blockmask import BlockSource, Everything, MaskMod, block_source
+from flexcp.blockmask import MaskMod
+from flexcp.blocksource import BlockSource, Everything, block_source
 from flexcp.comm import Link
 from flexcp.cost import CostModel
 from flexcp.errors import unknown

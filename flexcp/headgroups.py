@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.blockmask import BlockSource, block_classes, local_block_mask
+from flexcp.blockmask import block_classes, local_block_mask
+from flexcp.blocksource import BlockSource
 from flexcp.heads import SomeHeads
 from flexcp.kernel import Score
 from flexcp.planner import Schedule, Stage
@@ -81,6 +82,6 @@ def _stage_of(source: BlockSource, stage: Stage, queries: slice) -> Stage:
     classes = block_classes(stage.block_mask)[:, queries]
     return replace(
         stage,
-        block_mask=local_block_mask(some, classes, stage.q_start, stage.kv_start),
+        block_mask=local_block_mask(classes, some.block_size, some.local_mask_mod(stage.q_start, stage.kv_start)),
         mask_mod=some.global_mask_mod(stage.q_start.device),
     )

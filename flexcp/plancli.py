@@ -21,7 +21,7 @@ from rich.table import Table as RichTable
 from torch import Tensor
 
 from flexcp import balance, cost, masks
-from flexcp.blockmask import block_source
+from flexcp.blocksource import block_source
 from flexcp.errors import UserError
 from flexcp.fit import show as show_fit
 from flexcp.group import ulysses_ranks

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import BlockSource, MaskMod, local_block_mask
+from flexcp.blockmask import MaskMod, local_block_mask
+from flexcp.blocksource import BlockSource
 from flexcp.exchange import Exchange, needs_by_owner, plan_exchange
 from flexcp.heads import share_of_source, share_of_table
 from flexcp.layout import Layout
@@ -196,7 +197,7 @@ def _stage(
     block_mask = None
     if computes:
         classes = source.classes(q_start, kv_start)
-        block_mask = local_block_mask(source, classes, q_start, kv_start)
+        block_mask = local_block_mask(classes, source.block_size, source.local_mask_mod(q_start, kv_start))
     return Stage(
         sources,
         send_to,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcp.blockmask import EMPTY, FULL, PARTIAL, BlockSource, block_source
+from flexcp.blockmask import EMPTY, FULL, PARTIAL
+from flexcp.blocksource import BlockSource, block_source
 from flexcp.layout import Layout
 
 # Blocks classed at once.

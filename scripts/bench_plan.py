@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flexcp
 from flexcp import balance, masks
-from flexcp.blockmask import block_source
+from flexcp.blocksource import block_source
 from flexcp.cost import CostModel, Device
 from flexcp.table import table_of
 

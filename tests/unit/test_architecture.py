@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # With all that these import: see `planning`.
-PLANNING = {"layout", "balance", "blockmask", "planner"}
+PLANNING = {"layout", "balance", "blockmask", "blocksource", "planner"}
 # The engine: what `import flexcp` brings in, and these where they are there. The application is the rest of flexcp/; it
 # may know masks and models, and the engine may know neither these nor the application.
 ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "parallelize", "fp8", "tiling", "offload"}

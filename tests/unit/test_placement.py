@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flexcp
 from flexcp import balance, exchange, masks, placement, search, table
-from flexcp.blockmask import block_source
+from flexcp.blocksource import block_source
 from flexcp.cost import CostModel, Device, Shape
 from flexcp.lift import lift
 from flexcp.planner import visible_work

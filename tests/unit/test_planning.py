@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flexcp
 from flexcp import balance as balancing
 from flexcp import masks
-from flexcp.blockmask import EMPTY, FULL, block_classes, block_source
+from flexcp.blockmask import EMPTY, FULL, block_classes
+from flexcp.blocksource import block_source
 from flexcp.layout import LAYOUTS
 from flexcp.merge import merge
 from flexcp.planner import visible_work
