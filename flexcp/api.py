@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp import balance as balancing
 from flexcp import planner, sharding
 from flexcp.agreement import agree, mask_digest, others_are_told, table_digest
-from flexcp.blockmask import MaskMod
 from flexcp.blocksource import BlockSource, Everything, block_source
 from flexcp.comm import Link
 from flexcp.cost import CostModel
@@ -20,6 +19,7 @@ from flexcp.errors import unknown
 from flexcp.group import ranks_of, ulysses_ranks
 from flexcp.heads import check_heads
 from flexcp.layout import Layout
+from flexcp.maskmods import MaskMod
 from flexcp.planner import Schedule
 from flexcp.table import Table, num_blocks, rows_of, table_of
 from flexcp.tokens import Token

@@ -4,15 +4,13 @@ A *class* says what a block of queries sees of a block of keys: nothing (EMPTY),
 PARTIAL is always safe, since the mask itself is applied inside partial blocks.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
+from flexcp.maskmods import MaskMod
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def block_classes(block_mask: BlockMask) -> Tensor:

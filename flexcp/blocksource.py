@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import FULL, PARTIAL, MaskMod, block_classes
+from flexcp.blockmask import FULL, PARTIAL, block_classes
+from flexcp.maskmods import MaskMod, as_bool, name_of, reads
 
 # Pairs of (query, key) evaluated at once where a mask can only be asked pair by pair: 4M bools and their int64
 # indices stay under 100 MiB.
@@ -200,7 +201,7 @@ class _MaskSource(BlockSource):
             try:
                 seen, whole = decide(b, h, q_start[i], kv_start[j])
             except (IndexError, KeyError, ArithmeticError) as error:
-                name = _name(self.mask_mod)
+                name = name_of(self.mask_mod)
                 raise ValueError(f"the mask_mod {name} raised {type(error).__name__}: {error}") from error
             classes[b, h, i, j] = seen.to(torch.uint8) + (seen & whole).to(torch.uint8)
 
@@ -214,21 +215,6 @@ class _MaskSource(BlockSource):
         visible = as_bool(torch.vmap(mask_mod)(b, h, q.clamp(max=last), kv.clamp(max=last)))
         seen = (visible & ~outside).flatten(1).any(1)
         return seen, (visible | outside).flatten(1).all(1)
-
-
-class _NotAMask(TypeError):
-    """A function that does not answer bool."""
-
-
-def as_bool(visible: Tensor) -> Tensor:
-    """A mask's answer, checked: masks answer bool; anything else is a score_mod or a mistake."""
-    if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-        kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-        raise _NotAMask(
-            f"the mask_mod returned {kind}, but a mask_mod returns bool (True: visible); "
-            "a function of the score goes into flex_attention's score_mod"
-        )
-    return visible
 
 
 def block_source(
@@ -301,28 +287,11 @@ def _check_block_mask(mask: BlockMask, seq_len: int, block_size: tuple[int, int]
 
 
 def _check_reads(mask_mod: MaskMod, batch: int | None, heads: int | None, device: torch.device | str) -> None:
-    """Refuses a mask_mod that reads b or h without a declared number: its blocks would be classed for index 0 alone.
-
-    The function is traced on one pair, and its graph tells which inputs it reads.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    index = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-    try:
-        graph = make_fx(torch.vmap(lambda b, h, q, kv: as_bool(mask_mod(b, h, q, kv))))(*index).graph
-    except _NotAMask:
-        raise
-    except Exception as error:
-        raise ValueError(f"the mask_mod {_name(mask_mod)} raised {type(error).__name__}: {error}") from error
-    graph.eliminate_dead_code()
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for letter, argument, node, given in (("b", "batch", inputs[0], batch), ("h", "heads", inputs[1], heads)):
-        if node.users and given is None:
+    """Refuses a mask_mod that reads b or h without a declared number: its blocks would be classed for index 0 alone."""
+    asked = zip(("b", "h"), ("batch", "heads"), ("batch rows", "query heads"), reads(mask_mod, device), (batch, heads))
+    for letter, argument, what, is_read, given in asked:
+        if is_read and given is None:
             raise ValueError(
-                f"the mask_mod {_name(mask_mod)} reads {letter}, so plan needs {argument}=, "
-                f"the number of {'batch rows' if letter == 'b' else 'query heads'} it distinguishes"
+                f"the mask_mod {name_of(mask_mod)} reads {letter}, so plan needs {argument}=, the number of {what} it "
+                "distinguishes"
             )
-
-
-def _name(mask_mod: object) -> str:
-    return getattr(mask_mod, "__name__", type(mask_mod).__name__)

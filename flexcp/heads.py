@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexcp.blockmask import MaskMod
 from flexcp.blocksource import BlockSource
+from flexcp.maskmods import MaskMod
 from flexcp.table import Table
 
 

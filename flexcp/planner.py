@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blockmask import MaskMod, local_block_mask
+from flexcp.blockmask import local_block_mask
 from flexcp.blocksource import BlockSource
 from flexcp.exchange import Exchange, needs_by_owner, plan_exchange
 from flexcp.heads import share_of_source, share_of_table
 from flexcp.layout import Layout
+from flexcp.maskmods import MaskMod
 from flexcp.table import Table
 
 # How keys reach the stages.

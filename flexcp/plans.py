@@ -34,6 +34,7 @@ class Plans:
     def __init__(self, config: TrainConfig, source: MaskSource, mesh: Mesh, device: torch.device) -> None:
         self.config, self.source, self.mesh, self.device = config, source, mesh, device
         self._varies = source.varies(config.seq_len)
+        self._reads: tuple[bool, bool] | None = None  # of the last mask, whether it reads b, and h
         self._known: dict[tuple[int, int] | None, flexcp.Plan] = {}
         self._last: flexcp.Plan | None = None
 
@@ -44,7 +45,9 @@ class Plans:
             UserError: a mask that raises, or that no plan can be made of.
         """
         mask = self.source.make(batch.doc_ids)
-        reads_batch, reads_heads = self.source.reads(mask)
+        if self._varies or self._reads is None:
+            self._reads = self.source.reads(mask)
+        reads_batch, reads_heads = self._reads
         key = (batch.first_row, batch.num_rows) if reads_batch else None
         if not self._varies and key in self._known:
             return self._known[key]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from flexcp import masks
+from flexcp import maskmods, masks
 from flexcp.errors import UserError
 
 FACTORY_ARGUMENTS = ("seq_len", "doc_ids")
@@ -97,17 +97,14 @@ class MaskSource:
     def reads(self, mask: Callable | BlockMask) -> tuple[bool, bool]:
         """Whether a mask distinguishes batch rows, and heads; a flexcp mask or a BlockMask says so itself.
 
-        The function is called once with indices that notice being used. Assuming that it reads both would be
-        right, too, but the mask would be classified again for every row and head.
+        Assuming that a function reads both would be right, too, but it would be classed again for every row and head.
         """
         if isinstance(mask, masks.Mask | BlockMask):
             return False, False
-        b, h = (torch.zeros(1, dtype=torch.int64).as_subclass(_Witness) for _ in range(2))
         try:
-            mask(b, h, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        except Exception:  # it wants scalars: `probe` has judged it, here it only stays unknown
+            return maskmods.reads(mask, "cpu")
+        except (ValueError, TypeError):  # `probe` has judged it, here it only stays unknown
             return True, True
-        return hasattr(b, "used"), hasattr(h, "used")
 
     def blame(self, error: BaseException) -> UserError:
         """The sentence for an exception of the user's: its type, its words and its line."""
@@ -116,23 +113,6 @@ class MaskSource:
     def is_users(self, error: BaseException) -> bool:
         """Whether an exception, or one it came from, passed through the user's file."""
         return self.file is not None and _user_line(error, self.file) is not None
-
-
-class _Witness(Tensor):
-    """A tensor that marks itself as soon as any operation reads it."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        def mark(value):
-            if isinstance(value, _Witness):
-                value.__dict__["used"] = True
-            elif isinstance(value, tuple | list):
-                for item in value:
-                    mark(item)
-
-        mark(args)
-        mark(tuple((kwargs or {}).values()))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _user_line(error: BaseException, file: str) -> tuple[BaseException, int] | None:

@@ -55,6 +55,10 @@ def flow(b, h, q_idx, kv_idx):
 def floats(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx) * 1.0
 
+def in_vain(b, h, q_idx, kv_idx):
+    TABLE[h], b + 1
+    return q_idx >= kv_idx
+
 def strange(window):
     return None
 
@@ -115,6 +119,7 @@ def test_what_a_function_reads(module: str) -> None:
         "by_head": (False, True),
         "factory": (True, False),
         "library": (False, False),
+        "in_vain": (False, False),  # as flexcp.plan sees it, which then asks for no heads=
     }.items():
         source = load_mask(f"{module}:{name}")
         assert source.reads(source.make(DOC_IDS)) == expected, name
