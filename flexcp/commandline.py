@@ -4,9 +4,9 @@ import types
 import typing
 from pathlib import Path
 
-import tyro
 import yaml
 
+from flexcp import flags
 from flexcp.checks import check_parts
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError, unknown
@@ -21,7 +21,7 @@ def parse(argv: list[str]) -> TrainConfig:
     """
     given = {} if {"-h", "--help"} & set(argv) else _given(argv)
     default = from_yaml(given["config"]) if given.get("config", "None") != "None" else TrainConfig()
-    config = tyro.cli(TrainConfig, prog="flexcp.train", args=argv, default=default)
+    config = flags.read(argv, default)
     check_parts(config, given)
     return config
 

@@ -23,7 +23,7 @@ ENGINE = {"comm", "kernel", "merge", "attention", "dispatch", "op", "mesh", "par
 ENGINE |= {"loss", "headserial", "leanlayer", "simulate"}
 APPLICATION = {"train", "checks", "config", "data", "launch", "metrics", "estimate", "usermask", "evaluate"}
 APPLICATION |= {"step", "plans", "gradients", "optim"}
-APPLICATION |= {"memory", "memoryadvice", "fit", "longoptions"}
+APPLICATION |= {"memory", "memoryadvice", "fit", "options", "flags"}
 MAY_TOUCH_PRIVATE_TORCH = ("flexcp.kernel", "flexcp.dispatch", "flexcp.compat")
 MOST_LINES = 400
 

@@ -1,6 +1,7 @@
 """Defaults, a file, the command line: each over the one before, and a sentence for what cannot be."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flexcp.errors import UserError
 from flexcp.estimate import available_bytes, total_bytes
 from flexcp.fit import require_memory
 from flexcp.mesh import Degrees
+from flexcp.options import GROUPS
 
 
 def test_defaults_file_command_line(tmp_path: Path) -> None:
@@ -30,14 +32,37 @@ def test_a_saved_config_is_read_back(tmp_path: Path) -> None:
     assert from_yaml(str(tmp_path / "config.yaml")) == config
 
 
-def test_every_field_is_a_flag_and_says_what_it_is(capsys: pytest.CaptureFixture) -> None:
+def help_of(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as caught:
         parse(["--help"])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_every_field_is_a_flag_and_says_what_it_is(capsys, monkeypatch) -> None:
+    text = help_of(capsys, monkeypatch)
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         assert f"{flag} " in text or f"{flag}, " in text  # a switch stands beside its opposite
+    plain = " ".join(text.replace("│", " ").split())
+    # The text of a field runs on over the end of its lines in the source.
+    assert "Left out: llama3-debug, or the shape of --init-from. (default: None)" in plain
+
+
+def test_flags_stand_in_groups_in_the_order_of_the_fields(capsys, monkeypatch) -> None:
+    text = help_of(capsys, monkeypatch)
+    boxes = re.split(r"^[ ╭─]+((?:\w+ )?options)[ ─╮]*$", text, flags=re.MULTILINE)[1:]  # lines, or none in ASCII
+    assert boxes[::2] == ["options", *(f"{name} options" for name in GROUPS)]
+    flags = [re.findall(r"^(?:│ |  )--([a-z][a-z0-9-]*)", box, re.MULTILINE) for box in boxes[1::2]]
+    assert flags[0] == ["config", "dry-run"]
+    for (name, group), found in zip(GROUPS.items(), flags[1:]):
+        assert found == [field.name.replace("_", "-") for field in dataclasses.fields(group)], name
+
+
+def test_the_settings_are_those_of_all_groups_in_order() -> None:
+    grouped = [field.name for group in GROUPS.values() for field in dataclasses.fields(group)]
+    assert [field.name for field in dataclasses.fields(TrainConfig)] == [*grouped, "config", "dry_run"]
 
 
 @pytest.mark.parametrize(
