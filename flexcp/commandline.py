@@ -36,11 +36,13 @@ def _given(argv: list[str]) -> dict[str, str]:
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
             raise UserError(f"{arg!r} belongs to no flag: write --FLAG VALUE, such as --steps 20")
+        if hints.get(switch := name.removeprefix("no_")) is bool:
+            if equals:
+                raise UserError(f"{flag} takes no value: write {flag} alone")
+            given[switch] = str(switch == name)
+            continue
         if name not in hints:
             raise unknown("flag", flag, ["--" + field.replace("_", "-") for field in hints])
-        if hints[name] is bool and not equals:
-            given[name] = "True"
-            continue
         if not equals and (value := next(args, None)) is None:
             raise UserError(f"{flag} needs a value: write {flag} VALUE")
         kinds = _kinds(hints[name])

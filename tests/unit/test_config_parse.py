@@ -65,6 +65,15 @@ def test_the_settings_are_those_of_all_groups_in_order() -> None:
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [*grouped, "config", "dry_run"]
 
 
+def test_a_switch_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("dry_run: true")
+    file = ["--config", str(tmp_path / "c.yaml")]
+    for argv, expected in ((["--dry-run"], True), (["--no-dry-run"], False), (file, True)):
+        assert parse(argv).dry_run is expected
+    assert parse([*file, "--dry-run"]).dry_run
+    assert not parse([*file, "--no-dry-run"]).dry_run
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -75,6 +84,8 @@ def test_the_settings_are_those_of_all_groups_in_order() -> None:
         (["--grad-clip", "off"], "--grad-clip is 'off', and must be a number or None"),
         (["20"], "'20' belongs to no flag"),
         (["--config"], "--config needs a value"),
+        (["--dry-run=5"], "--dry-run takes no value"),
+        (["--no-steps"], "unknown flag '--no-steps'"),
     ],
 )
 def test_command_lines_that_cannot_be_read(argv: list[str], words: str) -> None:
