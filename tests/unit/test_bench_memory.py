@@ -45,6 +45,7 @@ def test_the_gpu_is_chosen_before_a_mesh_is_made(bench, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(bench, "Mesh", mesh)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(bench.Common, "limits", lambda *_: bench.Limits(1 << 40, 1 << 40))
     with pytest.raises(KeyboardInterrupt):
         bench.million(bench.Common(model="llama3-debug", device="cuda"), ranks=(3,))
