@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import flexcp
+from flexcp import masks
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError
 from flexcp.fit import check_options
 from flexcp.leanlayer import Lean
 from flexcp.mesh import Degrees
 from flexcp.models import build
+from flexcp.offload import Store
 from flexcp.parallelize import Parallel, parallelize
 from flexcp.train import main, run
 from tests.ranks import Ranks
@@ -63,6 +66,27 @@ def test_gradients_of_layers_that_inductor_compiled(
     ranks: GetRanks, degrees: dict, fsdp: bool, ac: str, biased: bool
 ) -> None:
     check_gradients(ranks(4 if len(degrees) > 1 else 2), "inductor", degrees, fsdp, ac, biased)
+
+
+@pytest.mark.parametrize("ac", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_inputs_of_compiled_layers_are_offloaded(ac: str) -> None:
+    """As many bytes as those of uncompiled ones, with the same gradients."""
+    moved, gradients = [], []
+    plan = flexcp.plan(masks.causal(), 128, 1)
+    tokens = torch.arange(128)[None] % on_ranks.TINY.vocab_size
+    for backend in (None, "aot_eager"):
+        torch._dynamo.reset()
+        model = build(on_ranks.TINY, seed=0)
+        store = Store("cpu")
+        parallelize(model, on_ranks.mesh(), Parallel(False, ac, store, compile_backend=backend))
+        with flexcp.context_parallel(plan):
+            model(tokens, plan.positions, plan.block_mask).logsumexp(-1).mean().backward()
+        moved.append((store.host_bytes, store.moved_bytes))
+        gradients.append([param.grad for param in model.parameters()])
+    assert moved[1] == moved[0]
+    assert moved[0][0] == on_ranks.TINY.num_layers * tokens.numel() * on_ranks.TINY.dim * 4
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.slow
