@@ -4,6 +4,7 @@ Sums are kept per bucket over all batches and ranks, and divided once at the end
 whichever batch, rank or bucket it lies in.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ def evaluate(
     make_plan: Callable[[Batch], flexcp.Plan],
     mesh: Mesh | None = None,
     edges: list[int] | None = None,
+    chunk: int = 0,
 ) -> Evaluation:
     """Evaluates on this rank's share of each batch; to be called on every rank of the group.
 
@@ -72,6 +74,7 @@ def evaluate(
         make_plan: the plan of a batch.
         mesh: the grid of the ranks, over which the sums are taken; None for one rank.
         edges: where buckets begin, ascending; None: `bucket_edges` of the first batch's length.
+        chunk: tokens at a time whose logits exist; 0: all. Otherwise model takes `head` as `Llama3.forward` does.
 
     Returns:
         The same on every rank.
@@ -97,15 +100,17 @@ def evaluate(
         tokens, labels, positions, places = mine
         if mesh is not None:
             labels, places = mesh.own_tokens(labels), mesh.own_tokens(places)
-        with flexcp.context_parallel(plan):
-            logits = model(tokens, positions, block_mask=plan.block_mask)
         counted = labels != IGNORE
-        # Only the rows that count: full logits are the largest tensor there is.
-        logits, labels = logits[counted].to(torch.promote_types(logits.dtype, torch.float32)), labels[counted]
+        with flexcp.context_parallel(plan):
+            if chunk:
+                head = functools.partial(_by_chunks, labels, chunk)
+                losses, hits = model(tokens, positions, block_mask=plan.block_mask, head=head)
+            else:
+                logits = model(tokens, positions, block_mask=plan.block_mask)
+                losses, hits = _losses_and_hits(logits[counted], labels[counted])
         bounds = torch.tensor(edges[1:], dtype=places.dtype, device=device)
         bucket = torch.bucketize(places[counted], bounds, right=True)
-        losses = F.cross_entropy(logits, labels, reduction="none").double()
-        for row, values in enumerate((torch.ones_like(losses), losses, (logits.argmax(-1) == labels).double())):
+        for row, values in enumerate((torch.ones_like(losses), losses, hits)):
             sums[row].scatter_add_(0, bucket, values)
     if sums is None or edges is None:
         raise ValueError("evaluate was given no batch")
@@ -120,6 +125,20 @@ def evaluate(
     )
     total = sum(counts)
     return Evaluation(int(total), _share(sum(losses), total), _share(sum(hits), total), buckets)
+
+
+def _by_chunks(labels: Tensor, chunk: int, x: Tensor, norm: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
+    counted = labels != IGNORE
+    pieces = zip(x[counted].split(chunk), labels[counted].split(chunk))
+    parts = [_losses_and_hits(F.linear(norm(x), weight), labels) for x, labels in pieces]
+    losses, hits = zip(*parts)
+    return torch.cat(losses), torch.cat(hits)
+
+
+def _losses_and_hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, float64 [N]: the cross entropy, and 1 where the label has the largest logit."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="none").double(), (logits.argmax(-1) == labels).double()
 
 
 def _share(part: float, whole: float) -> float:

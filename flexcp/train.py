@@ -272,7 +272,7 @@ def held_out_loss(
     """Of the first batches of the held-out documents, the same ones at every call."""
     reader = make_reader(config, documents)
     batches = (own_rows(reader.next(), mesh) for _ in range(config.eval_batches))
-    result = evaluate(model, ((batch, None) for batch in batches), plans, mesh)
+    result = evaluate(model, ((batch, None) for batch in batches), plans, mesh, chunk=config.loss_chunk)
     reshard(model)
     return result
 

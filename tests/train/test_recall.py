@@ -81,7 +81,7 @@ def test_rows_are_what_they_say() -> None:
             RecallTask(seq_len=128, batch=1, **change)
 
 
-def evaluation_of(seq_len: int) -> Any:
+def evaluation_of(seq_len: int, chunk: int = 0) -> Any:
     """On the ranks, or alone: two batches of random rows, in float64."""
     group_mesh = on_ranks_recall.mesh()
     plans = []
@@ -91,7 +91,7 @@ def evaluation_of(seq_len: int) -> Any:
         return plans[-1]
 
     batches = [(batch_of(seq_len, 2), None), (batch_of(seq_len, 2, labels_end=50), None)]
-    return evaluate(build(TINY, seed=1, dtype=torch.float64), batches, plan_of, group_mesh, [0, 10, 20, 40])
+    return evaluate(build(TINY, seed=1, dtype=torch.float64), batches, plan_of, group_mesh, [0, 10, 20, 40], chunk)
 
 
 def test_evaluation_is_the_mean_over_tokens_at_any_group_size(ranks: GetRanks) -> None:
@@ -117,6 +117,9 @@ def test_evaluation_is_the_mean_over_tokens_at_any_group_size(ranks: GetRanks) -
     for result in ranks(2).run(evaluation_of, 300):
         assert result.loss == pytest.approx(alone.loss, rel=1e-12)
         assert [b.tokens for b in result.buckets] == [b.tokens for b in alone.buckets]
+    by_chunks = evaluation_of(300, chunk=70)
+    assert by_chunks.loss == pytest.approx(alone.loss, rel=1e-12)
+    assert by_chunks.accuracy == alone.accuracy
     assert bucket_edges(64) == [0]
     assert bucket_edges(65) == [0, 64]
 
@@ -125,5 +128,9 @@ def test_no_label_is_no_number() -> None:
     batch = batch_of(64, 1, labels_end=0)
     result = evaluate(build(TINY, seed=0), [(batch, None)], lambda b: flexcp.plan(masks.causal(), 64, 1))
     assert (result.tokens, math.isnan(result.loss)) == (0, True)
+    assert (
+        evaluate(build(TINY, seed=0), [(batch, None)], lambda b: flexcp.plan(masks.causal(), 64, 1), chunk=9).tokens
+        == 0
+    )
     with pytest.raises(ValueError, match="no batch"):
         evaluate(build(TINY, seed=0), [], lambda b: flexcp.plan(masks.causal(), 64, 1))
