@@ -10,7 +10,7 @@ from flexcp import activation, loggers, planner, profiling
 from flexcp.balance import BALANCES
 from flexcp.config import COMPILE_BACKENDS, DTYPES, TrainConfig
 from flexcp.errors import UserError, unknown
-from flexcp.fp8 import RECIPES, check_fp8
+from flexcp.fp8 import RECIPES, check_fp8, chosen_modules
 from flexcp.group import ulysses_ranks
 from flexcp.heads import check_heads
 from flexcp.mesh import Degrees, resolve
@@ -192,6 +192,9 @@ def check_world(config: TrainConfig, num_ranks: int | None) -> Degrees:
         "columns of its MLP": model.ffn_dim // grid.tp,
     }
     check_fp8(config.fp8, matrices)
+    chosen_modules(config.fp8_modules)
+    if config.fp8 == "none" and config.fp8_modules != "all":
+        raise UserError("--fp8-modules says which products --fp8 makes of fp8: name a recipe with --fp8, too")
     if config.fp8 == "tensorwise_all_gather" and (config.fsdp == "off" or grid.fsdp == 1):
         raise UserError(
             "--fp8 tensorwise_all_gather is about the gathering of FSDP2, and parameters are not divided: add --cp or "

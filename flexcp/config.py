@@ -86,7 +86,8 @@ class TrainConfig(  # a dataclass has the fields of its last base first
             store = Store(device, keep_bytes=int(self.offload_keep * 2**30), fp8=self.offload_fp8 == "on")
         lean = Lean(self.tile, self.head_serial, self.ac == "selective", self.checkpoint_every)
         backend = COMPILE_BACKENDS[self.compile]
-        return Parallel(self.fsdp == "on", self.ac, store, self.fp8, None if lean.is_plain else lean, backend)
+        lean_or_none = None if lean.is_plain else lean
+        return Parallel(self.fsdp == "on", self.ac, store, self.fp8, self.fp8_modules, lean_or_none, backend)
 
     def to_yaml(self) -> str:
         """The resolved values as YAML that --config reads back."""

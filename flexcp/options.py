@@ -28,6 +28,10 @@ class Model:
     """Products of the layers' matrices in fp8, by torchao: none, rowwise, rowwise_with_gw_hp, tensorwise, or
     tensorwise_all_gather, which also sends the weights as fp8. Emulated on a CPU."""
 
+    fp8_modules: str = "all"
+    """Which of them: all; large, those that gain by it; or names with commas between, such as
+    gate_proj,up_proj,down_proj."""
+
     compile: str = "off"
     """on: each layer is one graph, compiled by inductor; aot_eager: one graph, run operation by operation, to debug."""
 

@@ -31,7 +31,7 @@ class Parallel:
         fsdp: divide the parameters over dp_shard x cp; False: every rank holds all of them.
         ac: of `activation.MODES`, which activations are kept for backward.
         store: where what is kept lies; None: where it was made.
-        fp8: of `fp8.RECIPES`, the products of the layers' matrices.
+        fp8: of `fp8.RECIPES`, the products of the layers' matrices; fp8_modules: of which, `fp8.chosen_modules`.
         lean: how lean the layers are, which then keep by themselves what `ac` says; None: they are plain.
         compile_backend: of torch.compile, by which each layer becomes one graph, its checkpoint included and attention
             in it as the operator `flexcp.flex_attention`; None: layers run as they are. A lean layer, which runs
@@ -42,6 +42,7 @@ class Parallel:
     ac: str = "none"
     store: Store | None = None
     fp8: str = "none"
+    fp8_modules: str = "all"
     lean: Lean | None = None
     compile_backend: str | None = None
 
@@ -61,7 +62,7 @@ def parallelize(model: nn.Module, mesh: Mesh, how: Parallel) -> None:
     if how.lean is not None and how.compile_backend is not None:
         raise ValueError("lean layers run autograd in their middle, and cannot be compiled: leave out one of the two")
     decoder = _decoder(model)
-    convert(decoder.layers, how.fp8, mesh.device_type)
+    convert(decoder.layers, how.fp8, mesh.device_type, how.fp8_modules)
     if mesh.tp is not None:
         tensor_parallel(decoder, mesh.tp)
     if how.lean is not None:

@@ -9,6 +9,7 @@ All recipes run in one process, in turn, so that clocks and temperature are the 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -33,22 +34,33 @@ def fp8(
     tokens: int = 32_768,
     repeats: int = 20,
     compiled: bool = True,
+    modules: str = "all",
+    parts: tuple[str, ...] = PARTS,
+    recipes: tuple[str, ...] = RECIPES,
     seed: int = 0,
 ) -> dict[tuple[str, str], float]:
-    """Milliseconds of forward and backward, by part and recipe; "none" is bf16."""
+    """Milliseconds of forward and backward, by part and recipe; "none" is bf16.
+
+    Args:
+        modules: which products become fp8, as in `flexcp.train --fp8-modules`.
+    """
     torch.manual_seed(seed)
     config = get_config(model)
     plan = flexcp.plan(masks.causal(), tokens, 1, device=device)
     runs: dict[tuple[str, str], Callable[[], None]] = {}
-    for recipe in RECIPES:
+    for recipe in recipes:
         layer = Layer(config).to(device, torch.bfloat16)
         for param in layer.parameters():
             nn.init.trunc_normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
-        convert([layer], recipe, device)
+        convert([layer], recipe, device, modules)
         make = torch.compile if compiled else lambda function: function
-        runs["matrices", recipe] = _matrices(layer, tokens, make)
-        runs["MLP", recipe] = _run(make(layer.mlp), layer, _input(layer.mlp.gate_proj, tokens))
-        runs["layer", recipe] = _run(_whole(layer, config, plan, make), layer, _input(layer.mlp.gate_proj, tokens))
+        x = _input(layer.mlp.gate_proj, tokens)
+        made = {
+            "matrices": partial(_matrices, layer, tokens, make),
+            "MLP": partial(_run, make(layer.mlp), layer, x),
+            "layer": partial(_run, _whole(layer, config, plan, make), layer, x),
+        }
+        runs |= {(part, recipe): made[part]() for part in parts}
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     # torchao's one `forward` is compiled for every recipe and shape; past the limit Dynamo would run it uncompiled.
     with torch._dynamo.config.patch(recompile_limit=64), flexcp.context_parallel(plan):
@@ -140,10 +152,7 @@ def _show(medians: dict[tuple[str, str], float], config, tokens: int, device: st
     table = Table(title=f"{tokens:,} tokens, forward + backward, {name}, torch {torch.__version__}")
     for column in ("part", "recipe", "ms", "TFLOP/s", "times bf16"):
         table.add_column(column, justify="left" if column in ("part", "recipe") else "right")
-    for part in PARTS:
-        for recipe in RECIPES:
-            ms = medians[part, recipe]
-            rate = flops[part] / ms / 1e9
-            ratio = medians[part, "none"] / ms
-            table.add_row(part, recipe.replace("none", "bf16"), f"{ms:.2f}", f"{rate:.0f}", f"{ratio:.2f}")
+    for (part, recipe), ms in sorted(medians.items(), key=lambda item: PARTS.index(item[0][0])):
+        ratio = f"{medians[part, 'none'] / ms:.2f}" if (part, "none") in medians else ""
+        table.add_row(part, recipe.replace("none", "bf16"), f"{ms:.2f}", f"{flops[part] / ms / 1e9:.0f}", ratio)
     Console(width=100).print(table)

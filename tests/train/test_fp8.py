@@ -18,10 +18,14 @@ GetRanks = Callable[[int], Ranks]
 ARGS = (256, 2, "gather", "contiguous", False, None)
 
 
-def converted(recipe: str) -> nn.Module:
+def converted(recipe: str, modules: str = "all") -> nn.Module:
     model = build(on_ranks.TINY, seed=0)
-    convert(model.layers, recipe, "cpu")
+    convert(model.layers, recipe, "cpu", modules)
     return model
+
+
+def in_fp8(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
 
 
 def test_the_matrices_of_the_layers_are_converted_and_not_the_head() -> None:
@@ -30,10 +34,21 @@ def test_the_matrices_of_the_layers_are_converted_and_not_the_head() -> None:
         if recipe.endswith("all_gather"):  # its weights are FSDP2's to gather
             continue
         model = converted(recipe)
-        found = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+        found = in_fp8(model)
         assert len(found) == (0 if recipe == "none" else 7 * on_ranks.TINY.num_layers)
         assert "head" not in found
         assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_some_modules_alone_are_converted() -> None:
+    found = in_fp8(converted("rowwise", "gate_proj,o_proj"))
+    assert {name.split(".", 2)[2] for name in found} == {"mlp.gate_proj", "attn.o_proj"}
+    assert len(found) == 2 * on_ranks.TINY.num_layers
+    assert not in_fp8(converted("rowwise", "large"))  # TINY is small
+    with pytest.raises(UserError, match=r"--fp8-modules takes all, large, or names of q_proj, .*, and no 'head'"):
+        check_world(TrainConfig(fp8="rowwise", fp8_modules="o_proj,head"), None)
+    with pytest.raises(UserError, match="name a recipe with --fp8, too"):
+        check_world(TrainConfig(fp8_modules="large"), None)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
