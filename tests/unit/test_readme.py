@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,18 +38,20 @@ def run(argv: list, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def test_the_programs_run_and_the_number_of_ranks_does_not_matter(tmp_path: Path) -> None:
-    quickstart, own_masks, compiled = PROGRAMS
-    (tmp_path / "quickstart.py").write_text(quickstart)
-    (tmp_path / "own_masks.py").write_text(own_masks)
-    (tmp_path / "compiled.py").write_text(compiled)
+def test_the_number_of_ranks_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.py").write_text(PROGRAMS[0])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    commands = [[*torchrun, ranks, "quickstart.py"] for ranks in (1, 2)]
-    commands += [[sys.executable, name] for name in ("own_masks.py", "compiled.py")]
     with ThreadPoolExecutor(2) as pool:
-        one, two, *_ = pool.map(lambda argv: run(argv, tmp_path), commands)
+        one, two = pool.map(lambda ranks: run([*torchrun, ranks, "quickstart.py"], tmp_path), (1, 2))
     assert re.fullmatch(r"loss 5\.\d{4}, logits \(1, 1000, 256\)", one)
     assert two == one
+
+
+@pytest.mark.parametrize("number", range(1, len(PROGRAMS)))
+def test_the_other_programs_run(number: int, tmp_path: Path) -> None:
+    """In this process, to save the import of torch."""
+    (tmp_path / "program.py").write_text(PROGRAMS[number])  # Dynamo and inspect look for the source
+    runpy.run_path(str(tmp_path / "program.py"), run_name="__main__")
 
 
 def test_flags_exist() -> None:
