@@ -17,7 +17,7 @@ from flexcp import arguments, call, compat
 from flexcp.api import Plan
 from flexcp.dispatch import ContextParallelMode
 from flexcp.kernel import Score, accumulation_dtype
-from flexcp.scoremod import IDENTITY, ScoreMod, constant_number, function_of, lift
+from flexcp.scoremod import IDENTITY, ScoreMod, code_and_tensors, constant_number, function_of
 from flexcp.tokens import TokenMask, token_by
 
 _TWICE = "attention over a sharded sequence cannot be differentiated twice; call backward without create_graph=True"
@@ -131,7 +131,7 @@ def _score(score_mod: Callable[..., Tensor] | ScoreMod | None) -> tuple[int, tup
     if torch.compiler.is_compiling():
         return constant_number(score_mod), ()
     arguments.require_callable(score_mod)
-    return lift(score_mod)
+    return code_and_tensors(score_mod)
 
 
 @torch.library.impl("flexcp::flex_attention", "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """A score_mod where only data can pass: a number for its code, and tensors for all that it captures.
 
 An operator takes no functions. What a score_mod does is decided by its code and by the numbers and tensors that it
-captures. `lift` takes the tensors out, and numbers what is left. The registry of numbers is strong, and small:
-functions that are made anew at every step, with other tensors in them, are one code and so one number.
+captures. `code_and_tensors` takes the tensors out, and numbers what is left. The registry of numbers is strong, and
+small: functions that are made anew at every step, with other tensors in them, are one code and so one number.
 """
 
 import copy
@@ -47,13 +47,13 @@ class ScoreMod:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
-        self.number, self.tensors = lift(function)
+        self.number, self.tensors = code_and_tensors(function)
 
     def __call__(self, *args: Tensor) -> Tensor:
         return self.function(*args)
 
 
-def lift(score_mod: Callable[..., Tensor]) -> tuple[int, tuple[Tensor, ...]]:
+def code_and_tensors(score_mod: Callable[..., Tensor]) -> tuple[int, tuple[Tensor, ...]]:
     """The number of a score_mod's code, and the tensors that it captures, to be passed to `function_of` last."""
     if isinstance(score_mod, ScoreMod):
         return score_mod.number, score_mod.tensors
@@ -90,7 +90,7 @@ def constant_number(score_mod: Callable[..., Tensor]) -> int:
             f"in compiled code, score_mod={name} cannot be told from another one: {what}; make it a "
             "flexcp.ScoreMod once, outside, and pass that (or pass its tensors as score_tensors)"
         )
-    return lift(score_mod)[0]
+    return code_and_tensors(score_mod)[0]
 
 
 _CONSTANT = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
