@@ -10,7 +10,7 @@ one layer's backward or the optimizer need while they work. Each item carries it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexcp.models import Llama3Config
 
@@ -32,7 +32,7 @@ class Setup:
         chunk: tokens of the loss at a time; 0: all logits at once.
         offload, keep_bytes, fp8: of the `offload.Store`.
         comm, comm_groups: how keys arrive, and in how many groups of KV heads.
-        on_cpu: computed by the reference kernel.
+        on_cpu: computed by the reference kernel, in the host's memory: what is offloaded stays there.
     """
 
     model: Llama3Config
@@ -105,7 +105,10 @@ def estimate(setup: Setup) -> Estimate:
     >>> estimate(Setup(get_config("llama3-8b"), 8192)).items[0].device == 4 * 8030261248
     True
     """
-    return Estimate((*_states(setup), *_plan(setup), *_kept(setup), _working(setup)))
+    items = (*_states(setup), *_plan(setup), *_kept(setup), _working(setup))
+    if setup.on_cpu:
+        items = tuple(replace(item, device=item.device + item.host, host=0) for item in items)
+    return Estimate(items)
 
 
 def layer_parameters(model: Llama3Config) -> int:

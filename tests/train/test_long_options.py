@@ -97,6 +97,12 @@ def test_memory_auto_turns_on_what_is_needed(monkeypatch, plain: list[float]) ->
         resolve(dataclasses.replace(config, seq_len=1 << 24), Degrees(), cpu, 1)
 
 
+def test_offload_fits_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("flexcp.train._rank_main", lambda *args: 0)
+    assert main(["--ac", "selective", "--offload", "on", "--seq-len", "512"]) == 0
+
+
 def test_one_rank_of_many_trains_alone(capsys) -> None:
     code = main(SIMULATED)
     out = capsys.readouterr().out

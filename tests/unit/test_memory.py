@@ -87,6 +87,14 @@ def test_each_option_saves_in_the_estimate() -> None:
         before = needed.device + needed.host
 
 
+def test_what_a_cpu_offloads_stays_in_the_same_memory() -> None:
+    setup = replace(SMALL, ac="selective", offload=True)
+    there, here = estimate(setup), estimate(replace(setup, on_cpu=True))
+    assert there.host > 0 == here.host
+    kept = {item.name: (item.device, item.host) for item in there.items}["checkpoints"]
+    assert {item.name: (item.device, item.host) for item in here.items}["checkpoints"] == (sum(kept), 0)
+
+
 @pytest.mark.parametrize(("cp", "memory", "more"), [(4, 24 / 4, "it fits from --cp"), (1, 24, "smaller model")])
 def test_an_impossible_run_is_told_what_it_needs_and_what_would_fit(cp: int, memory: float, more: str) -> None:
     setup = Setup(B8, 2048, cp=cp, on_cpu=True)
