@@ -61,7 +61,7 @@ def plan(
         block_size: tokens, or (queries, keys); None: the BlockMask's own, else 128.
         balance: "contiguous", "head_tail", "per_document" (head_tail within every document), "ptrr", "min_heap",
             "affinity" (chunks that see the same keys together, as far as balance allows), or "auto": of all these the
-            one whose slowest rank, at the larger of computation and communication, is the fastest.
+            one whose slowest rank is expected to be the fastest, with what of its communication hides behind nothing.
         comm: "gather", "ring", "exchange" (only the blocks that the mask needs). "ulysses": ranks swap rows for heads,
             and each computes some heads of the whole sequence. "ulysses+gather", "ulysses+ring", "ulysses+exchange":
             runs of ranks share the heads, and keys move between these as the second word says. "auto": exchange where

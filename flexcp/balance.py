@@ -56,8 +56,8 @@ def choose(
     """The layout, the kind of communication and the number of head groups.
 
     Args:
-        balance: one of BALANCES; "auto": the layout whose slowest rank, at the larger of computation and communication,
-            is the fastest.
+        balance: one of BALANCES; "auto": the layout whose slowest rank is expected to be the fastest, with what of its
+            communication hides behind nothing.
         comm: how keys move in stages: "gather", "ring", "exchange", or "auto": `exchange` where it moves clearly less
             than `gather`.
         tables: what each mask lets every query block see. Not asked where nothing depends on it; every rank must get
@@ -79,8 +79,10 @@ def choose(
         # A new mask must not change the shapes.
         least = min(layout.local_len for layout in layouts)
         shortest = [layout for layout in layouts if layout.local_len == least]
-        fastest = best([evaluate(layout, kind, seen, model, ulysses) for layout in shortest])
-        layout = improved(fastest, align, seen, model, ulysses)
+        some = [evaluate(layout, kind, seen, model, ulysses) for layout in shortest]
+        # Swaps may make the faster of what the slowest rank alone decides, so both begin.
+        starts = {id(one): one for one in (best(some, lambda cost: cost.forward_s), best(some, model.expected_s))}
+        layout = best([improved(one, align, seen, model, ulysses) for one in starts.values()], model.expected_s).layout
     else:
         layout = make(balance, seq_len, cp_size, align, seen, work_weights(seen, model))
     if comm == "auto":
@@ -121,25 +123,25 @@ def choose_sharing(
     return chosen
 
 
-def best(some: Sequence[Candidate]) -> Candidate:
+def best(some: Sequence[Candidate], seconds: Callable[[Cost], float]) -> Candidate:
     """The fastest; of those that are as good as equally fast, the one with the least traffic, then the least work."""
-    fastest = min(candidate.cost.forward_s for candidate in some)
+    times = [seconds(one.cost) for one in some]
     return min(
-        (candidate for candidate in some if candidate.cost.forward_s <= fastest * _SAME_TIME),
-        key=lambda candidate: (candidate.kv_rows.max(), candidate.pairs.max()),
+        (one for one, time in zip(some, times) if time <= min(times) * _SAME_TIME),
+        key=lambda one: (one.kv_rows.max(), one.pairs.max()),
     )
 
 
-def improved(start: Candidate, align: int, tables: Sequence[Table], model: CostModel, ulysses: int = 1) -> Layout:
-    """The candidate's layout, or what swaps of chunks make of it where only needed blocks travel and that is faster."""
+def improved(start: Candidate, align: int, tables: Sequence[Table], model: CostModel, ulysses: int = 1) -> Candidate:
+    """The candidate, or what swaps of chunks make of it where only needed blocks travel and that is faster."""
     layout, cost = start.layout, start.cost
     cp, size = layout.cp_size, placement.fine_chunk(layout.seq_len, layout.cp_size, align)
     bound_s = cost.compute_s.mean() + cost.switch_s  # no layout's slowest rank is faster
     if start.comm != "exchange" or cost.forward_s <= bound_s * _SAME_TIME or layout.chunk_size % size:
-        return layout
+        return start
     chunks = placement.chunks_of(tables, layout.seq_len, cp, size, work_weights(tables, model))
     if len(chunks.work) * size != layout.padded_len:
-        return layout
+        return start
     work_s = cost.compute_s.sum() / max(1, chunks.work.sum())
     # Masks whose keys differ in size count by their mean.
     nothing, shapes = np.zeros(cp), model.shapes(len(tables))
@@ -147,7 +149,7 @@ def improved(start: Candidate, align: int, tables: Sequence[Table], model: CostM
     costs = [model.of(s).cost(nothing, some, ulysses).comm_s[0] * s.layers for s, some in zip(shapes, rows)]
     chunk_s = float(np.mean(costs))
     swapped = search.least_time(chunks, layout, work_s, chunk_s)
-    return min(start, evaluate(swapped, start.comm, tables, model, ulysses), key=lambda one: one.cost.forward_s).layout
+    return min(start, evaluate(swapped, start.comm, tables, model, ulysses), key=lambda one: one.cost.forward_s)
 
 
 def make(

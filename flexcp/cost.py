@@ -18,7 +18,8 @@ from flexcp.errors import unknown
 
 # Matrix products of attention over one (query, key) pair: 2 forward, 5 backward, each a multiply-add per element.
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
-_LEAST_LATENCY_US = 20.0  # of starting a group: a collective and a kernel
+# Of a head group more, on an H200: 0.08 to 0.12 ms forward (docs/benchmarks.md, gather in 1 and in 8 groups).
+_LEAST_LATENCY_US = 100.0
 _GRADIENT_BYTES = 4  # gradients of keys and values travel in fp32
 
 
@@ -189,14 +190,18 @@ class CostModel:
         )
 
     def head_groups(self, cost: Cost) -> int:
-        """Into how many groups of KV heads to divide the work, so that one group's keys arrive behind another's work.
-
-        With n groups all but 1 / n of the shorter of the two hides; each group costs latency of its own.
-        """
-        shorter = float(np.minimum(cost.compute_s, cost.comm_s).max())
-        launch_s = max(self.device.latency_us, _LEAST_LATENCY_US) * 1e-6
+        """Into how many groups of KV heads to divide the work: one group's keys arrive behind another's work."""
         divisors = [n for n in range(1, self.one.num_kv_heads + 1) if self.one.num_kv_heads % n == 0]
-        return min(divisors, key=lambda n: shorter / n + n * launch_s)
+        return min(divisors, key=lambda n: self._grouped_s(cost, n))
+
+    def expected_s(self, cost: Cost) -> float:
+        """Seconds forward in the best number of head groups."""
+        return cost.forward_s + self._grouped_s(cost, self.head_groups(cost))
+
+    def _grouped_s(self, cost: Cost, groups: int) -> float:
+        """What n groups add to `Cost.forward_s`: all but 1 / n of the shorter part hides; each group costs its own."""
+        shorter = float(np.minimum(cost.compute_s, cost.comm_s).max())
+        return shorter / groups + groups * max(self.device.latency_us, _LEAST_LATENCY_US) * 1e-6
 
 
 def calibrated(name: str, kernel: str, seq_len: int, link_gb_s: float | None = None) -> Device:
