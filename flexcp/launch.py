@@ -131,9 +131,11 @@ def _wait(ranks: list[subprocess.Popen], shared: Path) -> int:
         codes = [rank.poll() for rank in ranks]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed:
-            # Where several have ended between two looks, the one that spoke (`speak_first`) failed first.
+            # Several may have ended between two looks. One that was killed said nothing, while others missed it and said
+            # so; only an abort can come of that, too. Else the one that spoke (`speak_first`) failed first.
             speaker = (shared / "speaker").read_text() if (shared / "speaker").exists() else ""
-            rank, code = next(((r, c) for r, c in failed if str(r) == speaker), failed[0])
+            killed = [(rank, code) for rank, code in failed if code < 0 and code != -signal.SIGABRT]
+            rank, code = next(iter([*killed, *((r, c) for r, c in failed if str(r) == speaker), *failed]))
             if code < 0:
                 name = signal.Signals(-code).name
                 hint = " (out of memory?)" if name == "SIGKILL" else ""

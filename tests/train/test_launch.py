@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexcp.errors import UserError
-from flexcp.launch import World, launch
+from flexcp.launch import World, _wait, launch
 
 # A rank writes its number, then behaves as its arguments say: `dummy RANK BEHAVIOUR`; the others wait for ten minutes.
 DUMMY = """
@@ -83,6 +83,17 @@ def test_one_end_is_everybodys(
     stderr = capfd.readouterr().err
     assert words in stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGABRT, 1)])
+def test_of_two_that_ended_at_once_the_cause_is_named(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """A rank that missed a killed one and said so is not the cause; one that aborts since another spoke is not either."""
+    spoke = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    (tmp_path / "speaker").write_text("0")
+    killed = subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"])
+    for rank in (spoke, killed):
+        rank.wait()
+    assert _wait([spoke, killed], tmp_path) == code
 
 
 def start_launcher(where: Path, behaviour: str) -> subprocess.Popen:
