@@ -32,10 +32,13 @@ def read_inputs(config: TrainConfig) -> Inputs:
     """
     tokenizer = load_tokenizer(find_tokenizer(config.tokenizer, config.origin))
     vocab_size = config.model_config().vocab_size
-    train, held_out = (
-        open_documents(path, config.data_field, tokenizer, vocab_size) if wanted else None
-        for path, wanted in ((config.data, True), (config.eval_data, config.eval_data is not None))
-    )
+    train = open_documents(config.data, config.data_field, tokenizer, vocab_size)
+    held_out = None
+    if config.eval_data is not None:
+        try:
+            held_out = open_documents(config.eval_data, config.data_field, tokenizer, vocab_size)
+        except UserError as error:  # whose words are about the option that most data come by
+            raise UserError(str(error).replace("--data ", "--eval-data ", 1)) from None
     return Inputs(train, held_out, load_mask(config.mask))
 
 

@@ -131,7 +131,7 @@ def _wait(ranks: list[subprocess.Popen], shared: Path) -> int:
         codes = [rank.poll() for rank in ranks]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed:
-            # Several may have ended between two looks. One that was killed said nothing, while others missed it and said
+            # Several may have ended between two looks. One that was killed said nothing, and others missed it and said
             # so; only an abort can come of that, too. Else the one that spoke (`speak_first`) failed first.
             speaker = (shared / "speaker").read_text() if (shared / "speaker").exists() else ""
             killed = [(rank, code) for rank, code in failed if code < 0 and code != -signal.SIGABRT]

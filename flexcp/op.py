@@ -23,6 +23,8 @@ from flexcp.tokens import TokenMask, token_by
 _TWICE = "attention over a sharded sequence cannot be differentiated twice; call backward without create_graph=True"
 _TRANSFORMED = "attention over a sharded sequence does not work under torch.func transforms; use torch.autograd"
 
+_FORWARD_MODE = "attention over a sharded sequence has no forward-mode derivative; use backward or torch.autograd.grad"
+
 # plan: a token's handle. score, score_tensors: see `scoremod`. lse is to the base 2, as in torch's own operator.
 torch.library.define(
     "flexcp::flex_attention",
@@ -182,6 +184,10 @@ class _Differentiable(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any):
+        raise NotImplementedError(_FORWARD_MODE)
+
+    @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
         if torch.is_grad_enabled():
             raise NotImplementedError(_TWICE)
@@ -195,6 +201,8 @@ class _Differentiable(torch.autograd.Function):
 
 @torch.library.impl("flexcp::flex_attention", "Autograd")
 def _differentiable(q, k, v, handle, score, score_tensors, scale):
+    if compat.inside_functorch():
+        raise NotImplementedError(_TRANSFORMED)
     return _Differentiable.apply(q, k, v, handle, score, scale, *score_tensors)
 
 

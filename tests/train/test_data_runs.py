@@ -71,7 +71,7 @@ def test_held_out_loss_is_written_and_shown(
 def test_wrong_data_is_told_before_anything_starts(chat: Path, tmp_path: Path) -> None:
     for change, words in (
         ({"data_field": "text"}, "has no 'text' (it has messages)"),
-        ({"eval_data": str(tmp_path / "x")}, "does not exist"),
+        ({"eval_data": str(tmp_path / "x")}, f"--eval-data {tmp_path / 'x'} does not exist"),
         ({"packing": "firstfit"}, "unknown packing 'firstfit': did you mean first_fit"),
         ({"positions": "restart"}, "unknown positions 'restart'"),
         ({"long_documents": "drop"}, "unknown long_documents 'drop'"),

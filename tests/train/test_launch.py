@@ -87,7 +87,7 @@ def test_one_end_is_everybodys(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGABRT, 1)])
 def test_of_two_that_ended_at_once_the_cause_is_named(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """A rank that missed a killed one and said so is not the cause; one that aborts since another spoke is not either."""
+    """A rank that missed a killed one and said so is not the cause; nor is one that aborts since another spoke."""
     spoke = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     (tmp_path / "speaker").write_text("0")
     killed = subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"])

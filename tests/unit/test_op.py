@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -288,6 +289,11 @@ def test_double_backward_and_torch_func_are_refused() -> None:
     for transformed, q in ((torch.func.grad(loss), x[0]), (torch.func.vmap(loss), x[0][None])):
         with pytest.raises(NotImplementedError, match=r"torch\.func"):
             transformed(q)
+    operator = torch.ops.flexcp.flex_attention
+    with pytest.raises(NotImplementedError, match=r"does not work under torch\.func"):
+        torch.func.grad(lambda q: operator(q, *x[1:3], plan.block_mask.handle, 0, [], 1.0)[0].sum())(x[0])
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        loss(forward_ad.make_dual(x[0], torch.ones_like(x[0])))
 
 
 def test_without_gradients_and_under_autocast_nothing_changes() -> None:
