@@ -37,7 +37,8 @@ def check(config: TrainConfig) -> None:
         ("compile", tuple(COMPILE_BACKENDS)),
         *(("fp8", RECIPES), ("optim", OPTIMIZERS), ("optim_step", ("after", "in_backward"))),
         *(("packing", PACKINGS), ("positions", POSITIONS), ("long_documents", LONG_DOCUMENTS)),
-        *(("save_mode", SAVE_MODES), ("memory", ("given", "auto")), ("offload_fp8", ("on", "off"))),
+        *(("save_mode", SAVE_MODES), ("memory", ("given", "auto", "unchecked")), ("offload_fp8", ("on", "off"))),
+        *(("save_model", ("on", "off")), ("init_on", ("cpu", "device"))),
     )
     for name, known in names:
         if getattr(config, name) not in known:
@@ -53,6 +54,7 @@ def check(config: TrainConfig) -> None:
         "save_every",
         "keep_last",
         "memory_snapshot",
+        "timeout_s",
         "tile",
         "loss_chunk",
     ):
@@ -79,6 +81,8 @@ def check(config: TrainConfig) -> None:
     if config.eval_every and config.eval_data is None:
         raise UserError(f"--eval-every {config.eval_every} has nothing to evaluate on: add --eval-data")
     check_parts(config)
+    if config.init_on == "device" and config.init_from is not None:
+        raise UserError("--init-on device draws random weights, and --init-from has some: leave one of the two out")
     if config.simulate_rank is not None:
         _check_simulation(config)
 
@@ -90,6 +94,7 @@ _PARTS = {
     "keep_last": ("save_every", "--save-every STEPS"),
     "save_mode": ("save_every", "--save-every STEPS"),
     "eval_batches": ("eval_data", "--eval-data FILE"),
+    "save_model": ("out", "--out DIR"),
 }
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops.flex_attention import create_fw_bw_graph as _create_fw_bw_graph
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_operator
+from torch.distributed import distributed_c10d
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE as WHOLE_SEQUENCE_BLOCK
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -40,6 +42,7 @@ __all__ = [
     "never_a_frame",
     "over_pairs",
     "record_memory_history",
+    "set_timeouts",
     "without_modes",
     "write_memory_snapshot",
 ]
@@ -169,6 +172,12 @@ def over_pairs(function: Callable[..., Tensor], with_score: bool, num_buffers: i
             return function(*args)
 
     return lifted
+
+
+def set_timeouts(seconds: float) -> None:
+    """Seconds after which a collective of any group that there is now gives up; groups do not inherit them."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def spin(seconds: float) -> None:

@@ -86,6 +86,8 @@ def require_memory(config: TrainConfig, grid: Degrees, device: torch.device, loc
     Raises:
         UserError: with what it needs, what there is and the nearest that fits.
     """
+    if config.memory == "unchecked":
+        return
     setup = setup_of(config, grid, device)
     require_fit(config.model_name, setup, limits_of(device, local_ranks), local_ranks)
 

@@ -79,7 +79,7 @@ def make_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Llama3:
     parallelize(model, mesh, config.parallel(device))
     model.to_empty(device=device)
     if config.init_from is None:
-        model.init_weights(config.seed, place)
+        model.init_weights(config.seed, place, device if config.init_on == "device" else torch.device("cpu"))
         return model
     try:
         with Checkpoint(config.init_from) as checkpoint:

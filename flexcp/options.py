@@ -18,6 +18,10 @@ class Model:
     init_from: str | None = None
     """A Hugging Face folder whose weights to begin with (config.json and safetensors); left out, they are random."""
 
+    init_on: str = "cpu"
+    """Where random weights are drawn: cpu, the same on every machine; or device, much faster for a large model on a
+    GPU, and the same only on GPUs of one kind."""
+
     rope_precision: str = "exact"
     """Of the rotary phases: exact (float64), or hf, in float32 as transformers computes them."""
 
@@ -103,6 +107,9 @@ class Parallelism:
     fsdp: str = "on"
     """on: parameters, gradients and optimizer states are divided over dp_shard x cp; off: every rank holds them all."""
 
+    timeout_s: int = 0
+    """Seconds after which a rank that waits for another one gives up; 0: torch's own, 600 over NCCL, 1800 over gloo."""
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -123,7 +130,8 @@ class Memory:
     """What makes long sequences fit."""
 
     memory: str = "given"
-    """given: these options as they are; auto: as many of them turned on as are needed to fit."""
+    """given: these options as they are; auto: as many of them turned on as are needed to fit; unchecked: as they are,
+    even where the prediction, an upper bound, says that they do not fit."""
 
     ac: str = "none"
     """Activations kept for backward: none but the layers' inputs (full), also attention's output, which is then never
@@ -199,6 +207,9 @@ class Output:
     out: str | None = None
     """Folder for config.yaml, metrics.jsonl, eval.jsonl, checkpoints and, at the end, the folder `model`, which
     transformers and --init-from load; the files of an earlier run are replaced, and its checkpoints never."""
+
+    save_model: str = "on"
+    """off: OUT gets no folder `model` at the end."""
 
     save_every: int = 0
     """Steps between checkpoints, in OUT/checkpoints; the last step has one, too. 0: none."""

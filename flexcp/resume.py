@@ -32,7 +32,7 @@ _FREE = (
     *("ac", "offload", "offload_keep", "tile", "head_serial", "checkpoint_every", "loss_chunk", "compile"),
     *("memory", "dry_run", "simulate_rank", "world", "simulate_gb_s"),
     *("out", "config", "resume", "save_every", "save_mode", "keep_last", "log", "log_every", "profile"),
-    *("memory_snapshot",),
+    *("memory_snapshot", "init_on", "save_model", "timeout_s"),
 )
 
 

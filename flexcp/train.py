@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from flexcp import launch, resume
+from flexcp import compat, launch, resume
 from flexcp.checkpoint import Ranks
 from flexcp.checks import check, check_world, prepare_out
 from flexcp.commandline import parse
@@ -140,6 +140,8 @@ def _rank_main(config: TrainConfig, world: launch.World, inputs: Inputs) -> int:
         elif world.size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         mesh = Mesh(grid_of(config, world), device.type)
+        if config.timeout_s and world.size > 1 and config.simulate_rank is None:
+            compat.set_timeouts(config.timeout_s)
         run(config, mesh, device=device, inputs=inputs, verbose=world.rank == 0 or config.simulate_rank is not None)
         if config.simulate_rank is not None:
             print(f"# {NOT_MEASURED}", flush=True)
@@ -249,7 +251,7 @@ def run(
         print(f"# read: {reader.summary()}", flush=True)
         for path in profiler.written:
             print(f"# of this rank: {path}", flush=True)
-    if out is not None:
+    if out is not None and config.save_model == "on":
         save_model(config, model, mesh, out / "model")
         if verbose:
             print(f"# the model: {out / 'model'}", flush=True)

@@ -239,17 +239,19 @@ class Llama3(nn.Module):
         return F.linear(x_BSC, self.embed.weight) if self.head is None else self.head(x_BSC)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, place: Place | None = None) -> None:
+    def init_weights(self, seed: int, place: Place | None = None, draw_on: torch.device | str = "cpu") -> None:
         """Fills every parameter: norms with 1, matrices with a normal cut off at 3 sigma.
 
         The matrices that write into the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 *
         num_layers), so that its variance does not grow with depth. Each parameter draws from a generator of
         its own, on the CPU and in fp32, seeded by `seed` and its name: the weights are the same on every
         rank, device and group size, and do not depend on the order or on which of them a rank holds.
+        Drawn on a GPU, they are others, and the same on GPUs of one kind.
 
         Args:
             place: where a rank holds only parts of parameters, as in `load_weights`: from a name and a parameter to the
                 part, a tensor to be filled, and to where it begins in the whole.
+            draw_on: the device that draws; a CPU takes minutes for billions of parameters.
         """
         for name, param in self.named_parameters():
             part, first = (param, (0,) * param.ndim) if place is None else place(name, param)
@@ -260,8 +262,8 @@ class Llama3(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= (2 * self.config.num_layers) ** 0.5
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            values = torch.empty(param.shape, dtype=torch.float32, device="cpu")
+            generator = torch.Generator(draw_on).manual_seed(int.from_bytes(digest[:7], "big"))
+            values = torch.empty(param.shape, dtype=torch.float32, device=draw_on)
             nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
             part.copy_(values[tuple(slice(at, at + size) for at, size in zip(first, part.shape))])
 

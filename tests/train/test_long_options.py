@@ -8,7 +8,7 @@ import torch
 
 from flexcp.config import TrainConfig
 from flexcp.errors import UserError
-from flexcp.fit import check_options, limits_of, resolve, setup_of
+from flexcp.fit import check_options, limits_of, require_memory, resolve, setup_of
 from flexcp.memory import estimate
 from flexcp.memoryadvice import Limits
 from flexcp.mesh import Degrees
@@ -41,6 +41,13 @@ def test_losses_stay_on_two_ranks(ranks, plain: list[float]) -> None:
     config = dataclasses.replace(BASE, cp=2, **OPTIONS[3])
     for outcome in ranks(2).run(train, config):
         assert [record["loss"] for record in outcome["records"]] == pytest.approx(plain, rel=1e-4)
+
+
+def test_only_an_unchecked_run_is_begun_without_enough_memory() -> None:
+    config = TrainConfig(model="llama3-8b", seq_len=1 << 20)
+    with pytest.raises(UserError, match="llama3-8b with 1,048,576 tokens needs"):
+        require_memory(config, Degrees(), torch.device("cpu"), 1)
+    require_memory(dataclasses.replace(config, memory="unchecked"), Degrees(), torch.device("cpu"), 1)
 
 
 def test_z_loss_is_added(plain: list[float]) -> None:

@@ -237,6 +237,7 @@ def test_flags_that_would_do_nothing_or_leave_files_behind_are_refused(fields: d
         ("--keep-last 3", "--keep-last 3 does nothing without --save-every STEPS"),
         ("--save-mode sync --out x", "--save-mode sync does nothing without --save-every"),
         ("--eval-batches 2", "--eval-batches 2 does nothing without --eval-data"),
+        ("--save-model off", "--save-model off does nothing without --out DIR"),
     ],
 )
 def test_options_that_would_do_nothing_alone(argv: str, words: str) -> None:

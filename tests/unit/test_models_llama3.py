@@ -147,6 +147,9 @@ def test_weights_depend_on_the_seed_and_the_name_only() -> None:
         assert p.ndim == 1 or not torch.equal(p, r), name
     deeper = build(dataclasses.replace(TINY, num_layers=3), seed=5)
     assert torch.equal(one.layers[1].attn.q_proj.weight, deeper.layers[1].attn.q_proj.weight)
+    one.init_weights(6, draw_on="cpu")
+    assert torch.equal(one.head.weight, other.head.weight)
+    one.init_weights(5)
     assert torch.equal(build(TINY, seed=5, dtype=torch.bfloat16).head.weight, one.head.weight.to(torch.bfloat16))
 
 
