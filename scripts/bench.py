@@ -4,12 +4,15 @@ scripts/bench blockmask [--device cuda]    one rank's BlockMask, at growing leng
 scripts/bench attention                    one GPU stands for each rank in turn (bench_attention.py)
 scripts/bench fp8                          a layer's products in bf16 and fp8 (bench_fp8.py)
 scripts/bench plan                         how long planning takes, and what layouts cost (bench_plan.py)
+scripts/bench training COMMAND             the trainer on N ranks: equal, throughput, longest (bench_training.py)
 """
 
 import multiprocessing as mp
+import sys
 import time
 from pathlib import Path
 
+import bench_training
 import torch
 import tyro
 from bench_attention import attention
@@ -110,5 +113,7 @@ def blockmask(device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["training"]:  # its own arguments go to the trainer
+        sys.exit(bench_training.main(sys.argv[2:]))
     commands = {"blockmask": blockmask, "attention": attention, "fp8": fp8, "plan": plan}
     tyro.extras.subcommand_cli_from_dict(commands)
