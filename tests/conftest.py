@@ -38,14 +38,15 @@ def no_structured_trace() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(n)`: n gloo processes, started at the first call and shared by the whole session."""
-    pools: dict[int, Ranks] = {}
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    """`ranks(n)`: n gloo processes, started at the first call and shared by the whole session; or n with "nccl"."""
+    pools: dict[tuple[int, str], Ranks] = {}
 
-    def get(size: int) -> Ranks:
-        if size not in pools:
-            pools[size] = Ranks(size)
-        return pools[size]
+    def get(size: int, backend: str = "gloo") -> Ranks:
+        key = size, backend
+        if key not in pools:
+            pools[key] = Ranks(*key)
+        return pools[key]
 
     yield get
     for pool in pools.values():

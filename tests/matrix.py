@@ -3,7 +3,7 @@
 import itertools
 import random
 from dataclasses import astuple, dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -134,8 +134,13 @@ def block_sparse(seq_len: int, heads: int) -> BlockMask:
     return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(128, 64), seq_lengths=(seq_len, seq_len))
 
 
-def flexcp_mask(name: str, seq_len: int, heads: int = 4):
+def flexcp_mask(name: str, seq_len: int, heads: int = 4, device: str = "cpu"):
     """(mask, keyword arguments of flexcp.plan)"""
+    mask, more = _mask(name, seq_len, heads, device)
+    return (mask.to(device) if isinstance(mask, masks.Mask | BlockMask) else mask), more
+
+
+def _mask(name: str, seq_len: int, heads: int, device: str):
     if name == "causal":
         return masks.causal(), {}
     if name == "full":
@@ -154,7 +159,7 @@ def flexcp_mask(name: str, seq_len: int, heads: int = 4):
         return block_sparse(seq_len, heads), {}
     if name == "dead_rows":
         # Rows of the second third see nothing at all.
-        third = torch.tensor(seq_len // 3)
+        third = torch.tensor(seq_len // 3, device=device)
         return (lambda b, h, q, kv: (q // third != 1) & (q >= kv)), {}
     raise KeyError(name)
 
@@ -204,30 +209,31 @@ def score_mod(name: str, bias: Tensor):
     raise KeyError(name)
 
 
-def dense_score(name: str, seq_len: int, heads: int):
-    q, kv = torch.arange(seq_len)[:, None], torch.arange(seq_len)
-    distance = (q - kv).abs()
+def dense_score(name: str, seq_len: int, heads: int, device: str = "cpu"):
+    kv = torch.arange(seq_len, device=device)
+    distance = (kv[:, None] - kv).abs()
+    slopes = torch.arange(1, heads + 1, device=device)[:, None, None]
     return {
         "none": None,
         "distance": lambda s, bias: s - distance * 0.05,
         "bias": lambda s, bias: s + bias[distance],
         "window_by_inf": lambda s, bias: torch.where(distance < 64, s, -torch.inf),
-        "slope_by_head": lambda s, bias: s - distance * 0.02 * torch.arange(1, heads + 1)[:, None, None],
+        "slope_by_head": lambda s, bias: s - distance * 0.02 * slopes,
     }[name]
 
 
-def inputs(batch: int, heads: int, groups: int, seq_len: int) -> dict[str, Tensor]:
+def inputs(batch: int, heads: int, groups: int, seq_len: int, dim: int = DIM) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1000 * groups + seq_len)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     return {
-        "q": normal(batch, heads, seq_len, DIM),
-        "k": normal(batch, groups, seq_len, DIM),
-        "v": normal(batch, groups, seq_len, DIM),
+        "q": normal(batch, heads, seq_len, dim),
+        "k": normal(batch, groups, seq_len, dim),
+        "v": normal(batch, groups, seq_len, dim),
         "bias": normal(seq_len),
-        "dout": normal(batch, heads, seq_len, DIM),
+        "dout": normal(batch, heads, seq_len, dim),
         "dlse": normal(batch, heads, seq_len),
     }
 
@@ -244,43 +250,54 @@ def _batch(mask: str) -> int:
     return 2 if mask == "per_batch" else 1
 
 
-def flexcp_results(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same, computed by flexcp on this rank's group and put together; on every rank."""
-    mask, more = flexcp_mask(case.mask, case.seq_len, case.heads)
-    mesh = init_device_mesh("cpu", (case.cp,), mesh_dim_names=("cp",))
+def flexcp_results(
+    case: Case, dtype: torch.dtype, device: str = "cpu", dim: int = DIM, with_lse: bool = True, alone: bool = False
+) -> dict[str, Tensor]:
+    """The same, computed by flexcp on this rank's group and put together; on every rank.
+
+    Args:
+        dim: of a head.
+        with_lse: lse is asked for, and has a gradient.
+        alone: by this rank, as a group of one.
+    """
+    mask, more = flexcp_mask(case.mask, case.seq_len, case.heads, device)
     comm, _, groups = case.comm.partition("*")
-    more |= {"comm": comm, "balance": case.balance, "head_groups": int(groups or 1)}
+    if alone:
+        more |= {"mesh": 1, "device": device}
+    else:
+        mesh = init_device_mesh(device, (case.cp,), mesh_dim_names=("cp",))
+        more |= {"mesh": mesh, "comm": comm, "balance": case.balance, "head_groups": int(groups or 1)}
     if case.mask != "block_sparse":
         more["block_size"] = case.block
-    plan = flexcp.plan(mask, case.seq_len, mesh, **more)
-    x = {k: t.to(dtype) for k, t in inputs(_batch(case.mask), case.heads, case.groups, case.seq_len).items()}
+    plan = flexcp.plan(mask, case.seq_len, **more)
+    x = inputs(_batch(case.mask), case.heads, case.groups, case.seq_len, dim)
+    x = {name: t.to(device, _dtype_of(name, dtype)) for name, t in x.items()}
     q, k, v, dout, dlse = (plan.shard(x[name], dim=2) for name in ("q", "k", "v", "dout", "dlse"))
     leaves = [t.requires_grad_() for t in (q, k, v, x["bias"])]
+    score = score_mod(case.score, x["bias"])
     with flexcp.context_parallel(plan, captured_grads="sum"):
-        out, aux = flex_attention(
-            q,
-            k,
-            v,
-            score_mod=score_mod(case.score, x["bias"]),
-            block_mask=plan.block_mask,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
-        loss = (out * dout).sum() + torch.where(aux.lse == -torch.inf, 0.0, aux.lse).mul(dlse).sum()
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        call = partial(flex_attention, q, k, v, score_mod=score, block_mask=plan.block_mask, enable_gqa=True)
+        if with_lse:
+            out, aux = call(return_aux=AuxRequest(lse=True))
+            loss = (out * dout).sum() + torch.where(aux.lse == -torch.inf, 0.0, aux.lse).mul(dlse).sum()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        else:
+            out = call()
+            grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
     padded = ~plan.valid[0]
     assert (out[:, :, padded] == 0).all(), "padded rows must give 0"
-    assert (aux.lse[:, :, padded] == -torch.inf).all(), "padded rows must give lse -inf"
     dq, dk, dv = (plan.unshard(g, dim=2) for g in grads[:3])
     dbias = torch.zeros_like(x["bias"]) if grads[3] is None else grads[3]
-    return {
-        "out": plan.unshard(out.detach(), dim=2),
-        "lse": plan.unshard(aux.lse.detach(), dim=2),
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dbias": dbias,
-    }
+    results = {"out": plan.unshard(out.detach(), dim=2), "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}
+    if with_lse:
+        assert (aux.lse[:, :, padded] == -torch.inf).all(), "padded rows must give lse -inf"
+        results["lse"] = plan.unshard(aux.lse.detach(), dim=2)
+    return results
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of an input: what is learned and lse's gradient are never of a lower precision than fp32."""
+    return torch.promote_types(dtype, torch.float32) if name in ("bias", "dlse") else dtype
 
 
 def check(case: Case, *dtypes: torch.dtype) -> dict[str, float]:

@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 TIMEOUT_S = 60.0
+NCCL_TIMEOUT_S = 300.0  # kernels are compiled before the ranks meet
 START_TIMEOUT_S = 300.0
 
 
@@ -19,10 +20,15 @@ def free_port() -> int:
 
 
 class Ranks:
-    """`size` gloo processes. `run` calls a module-level function on all of them and gathers what it returns."""
+    """`size` processes. `run` calls a module-level function on all of them and gathers what it returns.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        backend: gloo, on the CPU; or nccl, with a GPU for each.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
+        self.timeout_s = NCCL_TIMEOUT_S if backend == "nccl" else TIMEOUT_S
         self._start()
 
     def _start(self) -> None:
@@ -31,7 +37,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, port, theirs, self.backend), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -39,7 +45,7 @@ class Ranks:
             if not pipe.poll(START_TIMEOUT_S) or pipe.recv() != "ready":
                 raise RankError(f"{self.size} ranks did not start within {START_TIMEOUT_S:.0f} s")
 
-    def run(self, function: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(self, function: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """What function(*args) returned on each rank.
 
         Raises:
@@ -52,11 +58,11 @@ class Ranks:
             raise RankError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed))
         return [value for _, value in outcomes]
 
-    def outcomes(self, function: Any, *args: Any, timeout_s: float = TIMEOUT_S) -> list[tuple[bool, Any]]:
+    def outcomes(self, function: Any, *args: Any, timeout_s: float | None = None) -> list[tuple[bool, Any]]:
         """As `run`, but gives (True, value) or (False, traceback) of each rank."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
             waiting = {self.pipes[rank]: rank for rank in range(self.size) if rank not in answers}
@@ -86,25 +92,28 @@ class RankError(AssertionError):
     """A rank failed."""
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     import warnings
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("error")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)  # and torch's compiler warns of its own internals
+    else:
+        warnings.simplefilter("error")
     # As in pyproject, which says why.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=NCCL_TIMEOUT_S if backend == "nccl" else TIMEOUT_S),
     )
     pipe.send("ready")
     while True:
