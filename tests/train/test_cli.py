@@ -42,12 +42,12 @@ class Outcome:
     seconds: float
 
 
-def command(argv: list[str], cwd: Path, **env: str) -> Outcome:
+def command(argv: list[str], cwd: Path, timeout_s: float = 60, **env: str) -> Outcome:
     """Runs a program with no terminal and nothing of torchrun's in its environment, for a minute at most."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     began = time.monotonic()
     done = subprocess.run(
-        argv, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        argv, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
     )
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 

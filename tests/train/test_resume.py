@@ -1,5 +1,6 @@
 """A run that was killed goes on as if it had not been: the same losses, and every token once; on any grid of ranks."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,19 +8,20 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flexcp.config import TrainConfig
 from flexcp.data import open_documents
 from flexcp.packing import Order
-from tests.ranks import Ranks
+from tests.ranks import Ranks, free_port
 from tests.train import on_ranks_resume as on
-from tests.train.test_cli import SCRIPT, command, records
+from tests.train.test_cli import MODULE, ROOT, command, records
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # on_ranks.py
 
@@ -111,37 +113,102 @@ def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc")
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path, cp: int) -> None:
-    """The program: 20 steps, and 20 steps with a SIGKILL of a rank after 10: losses bit for bit the same."""
-    argv = [str(SCRIPT)]
-    for name, value in settings(text, cp=cp, save_every=5).items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
-    straight = command([*argv, "--out", "straight"], tmp_path)
-    assert straight.code == 0, straight.err
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    process = subprocess.Popen(
-        [*argv, "--out", "killed"], cwd=tmp_path, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    written, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 60
-    while not (written.exists() and written.read_text().count("\n") >= 10):
-        assert process.poll() is None, process.communicate()[1]
+NCCL = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Nothing of torchrun's, and GPUs only where they are meant; the checkout is found from anywhere."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    clean["PYTHONPATH"] = os.pathsep.join(paths)
+    return clean if device == "cuda" else clean | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """A rank alone then has one thread: with two, its sums now and then differ in the last bit (docs/log.md)."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def _wait_for_records(out: Path, count: int, process: subprocess.Popen, seconds: float) -> None:
+    written, deadline = out / "metrics.jsonl", time.monotonic() + seconds
+    while not (written.exists() and written.read_text().count("\n") >= count):
+        assert process.poll() is None, f"exit code {process.returncode}"
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc")
+@pytest.mark.parametrize(
+    ("cp", "device"),
+    [(1, "cpu"), pytest.param(2, "cpu", marks=pytest.mark.slow), pytest.param(2, "cuda", marks=NCCL)],
+)
+def test_killed_and_resumed_is_straight(
+    text: Path, tmp_path: Path, cp: int, device: str, request: pytest.FixtureRequest
+) -> None:
+    """The program: 20 steps, and 20 steps with a SIGKILL of a rank after 10: losses bit for bit the same.
+
+    On GPUs twice as many, since a step is soon over, and not bit for bit: torch adds up the embedding's gradient in any
+    order there.
+    """
+    if cp == 1:
+        request.getfixturevalue("one_core")
+    steps, seconds, env = (20, 60, _environment(device)) if device == "cpu" else (40, 240, _environment(device))
+    argv = list(MODULE)
+    for name, value in settings(text, cp=cp, save_every=5, steps=steps).items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    straight = command([*argv, "--out", "straight"], tmp_path, seconds, **env)
+    assert straight.code == 0, straight.err
+    process = subprocess.Popen(
+        [*argv, "--out", "killed"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for_records(tmp_path / "killed", 10, process, seconds)
     os.kill(process.pid if cp == 1 else _children(process.pid)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == (-signal.SIGKILL if cp == 1 else 128 + signal.SIGKILL)
     assert cp == 1 or "rank 1 was killed by SIGKILL" in err
-    assert written.read_text().count("\n") < 20
-    resumed = command([*argv, "--out", "killed", "--resume", "auto"], tmp_path)
+    assert len(records(tmp_path / "killed")) < steps
+    resumed = command([*argv, "--out", "killed", "--resume", "auto"], tmp_path, seconds, **env)
     assert resumed.code == 0, resumed.err
     done = int(resumed.out.split("# resumed from killed/checkpoints/step-")[1].split(":")[0])
-    assert 5 <= done < 20
-    assert f"step {done} of 20, {done * BATCH * SEQ_LEN - _ends(straight, done, tmp_path):,} tokens seen" in resumed.out
+    assert 5 <= done < steps
+    seen = done * BATCH * SEQ_LEN - _ends(straight, done, tmp_path)
+    assert f"step {done} of {steps}, {seen:,} tokens seen" in resumed.out
     one, other = (records(tmp_path / name) for name in ("straight", "killed"))
     for name in ("step", "loss", "grad_norm", "tokens_seen", "lr"):
-        assert [record[name] for record in one] == [record[name] for record in other]
+        expected = [record[name] for record in one]
+        near = pytest.approx(expected, rel=1e-2 if name == "grad_norm" else 1e-3)
+        assert [record[name] for record in other] == (expected if device == "cpu" else near)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NCCL)])
+def test_a_rank_that_loses_another_ends_within_the_timeout(text: Path, tmp_path: Path, device: str) -> None:
+    """Without a launcher that would end it: the ranks are started as on two nodes."""
+    argv, timeout_s = [*MODULE, "--out", "run", "--timeout-s", "20"], 20
+    for name, value in settings(text, cp=2, steps=100_000).items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            env = _environment(device) | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            error = stack.enter_context(open(tmp_path / f"rank-{rank}.txt", "wb"))
+            process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=error)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            ranks.append(process)
+        _wait_for_records(tmp_path / "run", 3, ranks[0], 60 if device == "cpu" else 240)
+        ranks[1].kill()
+        code = ranks[0].wait(timeout_s + 60)  # NCCL's watchdog writes down what it knows first
+        assert code != 0
+        assert (tmp_path / "rank-0.txt").read_text().strip()
 
 
 def _ends(straight: Any, done: int, place: Path) -> int:
