@@ -53,7 +53,7 @@ def compiled(fullgraph: bool, ac: str, backend: str = "aot_eager") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+@pytest.mark.parametrize("ac", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_blocks_equal_eager_ones(fullgraph: bool, ac: str) -> None:
     want = results(fresh(), plan_of(1))

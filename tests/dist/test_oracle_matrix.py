@@ -9,7 +9,9 @@ from tests import matrix
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sampled_case" in metafunc.fixturenames:
         cases = matrix.sample(metafunc.config.getoption("--matrix-seed"), at_least=60)
-        metafunc.parametrize("sampled_case", cases, ids=str)
+        # Every pair of values is in them. They stand in the order of cp, so every second one is of every group size.
+        often = [pytest.param(case, marks=pytest.mark.slow if i % 2 else []) for i, case in enumerate(cases)]
+        metafunc.parametrize("sampled_case", often, ids=[str(case) for case in cases])
 
 
 def test_sampled_case_equals_oracle(ranks, sampled_case: matrix.Case) -> None:

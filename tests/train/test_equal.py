@@ -23,8 +23,15 @@ def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: floa
         assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("seq_len", "rows"), [(1000, 1), (384, 2)])
+@pytest.mark.parametrize(
+    ("seq_len", "rows", "biased"),
+    [
+        (1000, 1, True),
+        (384, 2, False),
+        pytest.param(1000, 1, False, marks=pytest.mark.slow),
+        pytest.param(384, 2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_equal_the_dense_reference(ranks: GetRanks, seq_len: int, rows: int, biased: bool) -> None:
     """S=1000 is padded on 2 and 4 ranks; with a learned bias, too, whose gradient each rank holds a part of."""
     batch = on_ranks.batch_of(seq_len, rows)

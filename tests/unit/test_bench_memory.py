@@ -61,6 +61,7 @@ def test_alone_and_documents(bench, capsys) -> None:
     assert len(rows(capsys.readouterr().out)) == 1
 
 
+@pytest.mark.slow
 def test_every_technique_is_measured(bench, capsys) -> None:
     bench.main(["cost", *TINY, "--seq-len", "512", "--steps", "1"])
     out = capsys.readouterr().out

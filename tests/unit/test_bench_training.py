@@ -87,6 +87,7 @@ def test_the_search_ends_at_the_longest(bench) -> None:
     assert bench.search(1000, 10, lambda n: True if n < 1100 else None, 40, 9999) == (1000, None)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_leaves_no_model(tmp_path: Path) -> None:
     done = command("throughput", "--grid", "cp2", out=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
