@@ -126,8 +126,9 @@ def choose_sharing(
 def best(some: Sequence[Candidate], seconds: Callable[[Cost], float]) -> Candidate:
     """The fastest; of those that are as good as equally fast, the one with the least traffic, then the least work."""
     times = [seconds(one.cost) for one in some]
+    longest = min(times) * _SAME_TIME
     return min(
-        (one for one, time in zip(some, times) if time <= min(times) * _SAME_TIME),
+        (one for one, time in zip(some, times) if time <= longest),
         key=lambda one: (one.kv_rows.max(), one.pairs.max()),
     )
 

@@ -135,7 +135,7 @@ def _wait(ranks: list[subprocess.Popen], shared: Path) -> int:
             # so; only an abort can come of that, too. Else the one that spoke (`speak_first`) failed first.
             speaker = (shared / "speaker").read_text() if (shared / "speaker").exists() else ""
             killed = [(rank, code) for rank, code in failed if code < 0 and code != -signal.SIGABRT]
-            rank, code = next(iter([*killed, *((r, c) for r, c in failed if str(r) == speaker), *failed]))
+            rank, code = [*killed, *((r, c) for r, c in failed if str(r) == speaker), *failed][0]
             if code < 0:
                 name = signal.Signals(-code).name
                 hint = " (out of memory?)" if name == "SIGKILL" else ""

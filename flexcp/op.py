@@ -25,6 +25,8 @@ _TRANSFORMED = "attention over a sharded sequence does not work under torch.func
 
 _FORWARD_MODE = "attention over a sharded sequence has no forward-mode derivative; use backward or torch.autograd.grad"
 
+_probed = {IDENTITY}  # numbers of score_mods that return a tensor
+
 # plan: a token's handle. score, score_tensors: see `scoremod`. lse is to the base 2, as in torch's own operator.
 torch.library.define(
     "flexcp::flex_attention",
@@ -103,9 +105,6 @@ def flex_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = torch.ops.flexcp.flex_attention.default(q, k, v, handle, number, tensors, scale)
     return (out, lse * call.LN2) if return_lse else out
-
-
-_probed = {IDENTITY}  # numbers of score_mods that return a tensor
 
 
 def _handle(plan: Plan | BlockMask | None, mask: str | None, block_mask: BlockMask | None) -> Tensor:

@@ -1,5 +1,8 @@
+import importlib
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,6 +38,13 @@ def no_structured_trace() -> None:
     trace.propagate = False
     # pytest 9 gives its handlers to loggers that do not propagate, too, before each phase of each test.
     trace.addHandler = lambda handler: None
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """`script(name)`: scripts/NAME.py as a module, which imports its neighbours as it does when it is run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "scripts"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

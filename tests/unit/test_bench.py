@@ -1,6 +1,5 @@
 """What the benches measure is right: every schedule's results are those of the kernel on one device."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def bench_attention(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("bench_attention")
+def bench_attention(script):
+    return script("bench_attention")
 
 
 @pytest.fixture
-def bench_cases(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("bench_cases")
+def bench_cases(script):
+    return script("bench_cases")
 
 
 @pytest.fixture
-def bench_ranks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("bench_ranks")
+def bench_ranks(script):
+    return script("bench_ranks")
 
 
 def test_visible_pairs_are_counted_right(bench_cases) -> None:

@@ -1,6 +1,5 @@
 """scripts/bench training: runs of the trainer side by side, judged by what they leave behind."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -17,14 +16,13 @@ TINY = ["--steps", "2", "--seq-len", "600", "--data", str(ROOT / "LICENSE")]
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("bench_training")
+def bench(script):
+    return script("bench_training")
 
 
 @pytest.fixture
-def runs(bench):
-    return importlib.import_module("bench_runs")
+def runs(script):
+    return script("bench_runs")
 
 
 def record(step: int, loss: float) -> dict[str, Any]:
