@@ -3,10 +3,13 @@
 python scripts/bench_door.py [--device cuda] [--seq-len 8192] [--steps 100]
 """
 
+import random
+import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import tyro
@@ -28,16 +31,12 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _host_ms(function: Callable[[], object], device: str, repeat: int) -> float:
-    """Median time until the call returns, which on a GPU is not until its kernels are done."""
-    times = []
-    for i in range(repeat + 3):
-        _wait(device)
-        begun = time.perf_counter()
-        function()
-        if i >= 3:
-            times.append(time.perf_counter() - begun)
-    return sorted(times)[repeat // 2] * 1e3
+def _host_ms(function: Callable[[], object], device: str) -> float:
+    """Time until the call returns, which on a GPU is not until its kernels are done."""
+    _wait(device)
+    begun = time.perf_counter()
+    function()
+    return (time.perf_counter() - begun) * 1e3
 
 
 def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float:
@@ -45,11 +44,14 @@ def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float
         function()
         _wait(device)
 
-    return _host_ms(done, device, repeat)
+    return statistics.median([_host_ms(done, device) for _ in range(repeat + 3)][3:])
 
 
 def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
-    """Host milliseconds of a call and of its backward: the kernel alone, from the rule's entry, through each door."""
+    """Host milliseconds of a call and of its backward: the kernel alone, from the rule's entry, through each door.
+
+    All are called in turn, in a new order each round; medians.
+    """
     plan = flexcp.plan(masks.causal(), seq_len, 1, device=device)
     token = token_by(plan.block_mask.handle)
     (stage,) = plan.schedules["mask"].stages
@@ -57,33 +59,39 @@ def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
     q, k, v = (torch.randn(1, h, plan.local_len, 64, device=device, dtype=dtype) for h in (8, 2, 2))
     score, scale = Score(None), 64**-0.5
     out, lse = kernel.forward(q, k, v, stage, score, scale)
-    dout = torch.randn_like(q)
-    out = out.to(dtype)
-    found = {
-        "kernel forward": _host_ms(lambda: kernel.forward(q, k, v, stage, score, scale), device, repeat),
-        "kernel backward": _host_ms(
-            lambda: kernel.backward(q, k, v, out, lse, dout, None, stage, score, scale), device, repeat
-        ),
-    }
+    dout, out, lse2 = torch.randn_like(q), out.to(dtype), lse / call.LN2
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     rest = plan, score, scale
-    lse2 = lse / call.LN2
-    found["rule forward"] = _host_ms(lambda: call.forward(q, k, v, token, *rest), device, repeat)
-    found["rule backward"] = _host_ms(
-        lambda: call.backward(q, k, v, out, lse2, dout, None, token, *rest, False), device, repeat
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    doors = {
-        "second door": lambda: flexcp.flex_attention(*leaves, plan, enable_gqa=True),
-        "first door": lambda: flex_attention(*leaves, block_mask=plan.block_mask, enable_gqa=True),
+
+    def first_door() -> Tensor:
+        return flex_attention(*leaves, block_mask=plan.block_mask, enable_gqa=True)
+
+    def second_door() -> Tensor:
+        return flexcp.flex_attention(*leaves, plan, enable_gqa=True)
+
+    context = partial(flexcp.context_parallel, plan)
+    with context():
+        ends = first_door(), second_door()
+    back = [partial(torch.autograd.grad, end, leaves, dout, retain_graph=True) for end in ends]
+    calls: dict[str, tuple[Callable[[], object], Callable[[], AbstractContextManager]]] = {
+        "kernel forward": (partial(kernel.forward, q, k, v, stage, score, scale), nullcontext),
+        "kernel backward": (partial(kernel.backward, q, k, v, out, lse, dout, None, stage, score, scale), nullcontext),
+        "rule forward": (partial(call.forward, q, k, v, token, *rest), nullcontext),
+        "rule backward": (partial(call.backward, q, k, v, out, lse2, dout, None, token, *rest, False), nullcontext),
+        "second door forward": (second_door, nullcontext),
+        "second door backward": (back[1], nullcontext),
+        "first door forward": (first_door, context),
+        "first door backward": (back[0], context),
     }
-    for name, attend in doors.items():
-        with flexcp.context_parallel(plan) if name == "first door" else nullcontext():
-            found[f"{name} forward"] = _host_ms(attend, device, repeat)
-            result = attend()
-            found[f"{name} backward"] = _host_ms(
-                lambda result=result: torch.autograd.grad(result, leaves, dout, retain_graph=True), device, repeat
-            )
-    return found
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(repeat + 3):
+        for name in random.sample(list(calls), len(calls)):
+            function, inside = calls[name]
+            with inside():
+                ms = _host_ms(function, device)
+            if i >= 3:
+                taken[name].append(ms)
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def block(device: str, model: str, seq_len: int, steps: int, repeat: int, backend: str) -> dict[str, float]:

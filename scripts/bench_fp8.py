@@ -3,9 +3,11 @@
 scripts/bench fp8                                       Llama3-8B at 32K tokens, on a GPU
 scripts/bench fp8 --device cpu --model llama3-debug --tokens 256 --repeats 1 --no-compiled
 
-All recipes run in one process, in turn, so that clocks and temperature are the same for each; medians are shown.
+All recipes run in one process, in turn, in a new order each round. A turn is two calls, of which the second counts: the
+first brings the GPU from the clocks of other work, which draws more power or less, to those of this. Medians are shown.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -64,12 +66,12 @@ def fp8(
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     # torchao's one `forward` is compiled for every recipe and shape; past the limit Dynamo would run it uncompiled.
     with torch._dynamo.config.patch(recompile_limit=64), flexcp.context_parallel(plan):
-        for repeat in range(repeats + 2):
-            for key, run in runs.items():
-                ms = _time_ms(run, device)
+        for repeat in range(repeats + 1):
+            for key in random.sample(list(runs), len(runs)):
+                first, ms = (_time_ms(runs[key], device) for _ in range(2))
                 if repeat == 0:
-                    print(f"{' '.join(key)}: first call {ms / 1e3:.1f} s", flush=True)
-                if repeat >= 2:  # the first compile, the second settles
+                    print(f"{' '.join(key)}: first call {first / 1e3:.1f} s", flush=True)
+                else:
                     times[key].append(ms)
     medians = {key: statistics.median(values) for key, values in times.items()}
     _show(medians, config, tokens, device)
