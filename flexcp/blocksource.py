@@ -112,23 +112,33 @@ class BlockSource:
         return global_mask_mod
 
     def local_mask_mod(self, q_start: Tensor, kv_start: Tensor) -> MaskMod:
-        """The mask in *local* indices: two int32 block tables lead to global ones.
+        """The mask in *local* indices: two int32 tables lead to global ones.
 
-        They are tensors, so that a new layout is new data and not a new program.
+        They are tensors, so that a new layout is new data and not a new program. They have an entry a row and not a
+        block: inside a partial block a kernel asks for each pair, and what it computes there is most of a partial
+        block's time (docs/log.md).
 
         Args:
             q_start: [nq] int64, kv_start: [nk] int64, global index of each block's first row.
         """
-        q_size, kv_size = self.block_size
-        q_start, kv_start = q_start.to(torch.int32), kv_start.to(torch.int32)
-        global_mask_mod = self.global_mask_mod(q_start.device)
+        mask_mod, (q_size, kv_size) = self.mask_mod, self.block_size
+        q_position, kv_position = self._positions(q_start, q_size), self._positions(kv_start, kv_size)
 
         def local_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            q = q_start[q_idx // q_size] + q_idx % q_size
-            kv = kv_start[kv_idx // kv_size] + kv_idx % kv_size
-            return global_mask_mod(b, h, q, kv)
+            q, kv = q_position[q_idx], kv_position[kv_idx]
+            q_real, kv_real = q >= 0, kv >= 0
+            seen = mask_mod(b, h, torch.where(q_real, q, -1 - q), torch.where(kv_real, kv, -1 - kv))
+            return q_real & kv_real & seen
 
         return local_mask_mod
+
+    def _positions(self, start: Tensor, size: int) -> Tensor:
+        """Global index of each row of the blocks that begin at `start`; int32.
+
+        A row of padding has -1 - last: a mask's captured tables end with the sequence, so it asks for the last token.
+        """
+        rows = (start[:, None] + torch.arange(size, device=start.device)).flatten()
+        return torch.where(rows < self.seq_len, rows, -self.seq_len).to(torch.int32)
 
 
 class Everything(BlockSource):

@@ -93,22 +93,23 @@ def check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is a {type(x).__name__}, but sharded attention needs plain local tensors; "
                 "call .to_local() first"
             )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention takes q [B, H, L, D], k [B, G, L, D] and v [B, G, L, Dv], but got {shapes}")
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    shapes = lambda: f"q {tuple(q_shape)}, k {tuple(k_shape)} and v {tuple(v_shape)}"  # noqa: E731 (every call comes by)
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        raise ValueError(f"attention takes q [B, H, L, D], k [B, G, L, D] and v [B, G, L, Dv], but got {shapes()}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q, k and v are {q.dtype}; cast them to one of {', '.join(map(str, _DTYPES))}")
-    if not all(x.numel() for x in (q, k, v)):
-        raise ValueError(f"attention needs at least one row, head and dim of each, but got {shapes}")
+    if not (q.numel() and k.numel() and v.numel()):
+        raise ValueError(f"attention needs at least one row, head and dim of each, but got {shapes()}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} batch rows; make them equal")
-    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+    if not q_shape[0] == k_shape[0] == v_shape[0]:
+        raise ValueError(f"q, k and v have {q_shape[0]}, {k_shape[0]} and {v_shape[0]} batch rows; make them equal")
+    if k_shape[1] != v_shape[1] or q_shape[1] % k_shape[1] or q_shape[3] != k_shape[3]:
         raise ValueError(
-            f"{shapes} do not fit: k and v need equally many heads, q a multiple of them, and q and k one head dim"
+            f"{shapes()} do not fit: k and v need equally many heads, q a multiple of them, and q and k one head dim"
         )
 
 

@@ -29,7 +29,7 @@ class Routes:
         receive_counts: rows from each rank; 0 for this one.
         sum_rows: int64, which rows of gradients to add up in the order of their ranks, local row after local row: first
             count those that come back for `send_rows`, then this rank's own.
-        sum_offsets: int64 [local rows], where each local row's begin.
+        sum_offsets: int64 [local rows + 1], where each local row's begin, and the end.
     """
 
     send_rows: Tensor
@@ -93,7 +93,7 @@ class Exchange:
         row = np.concatenate([*send, own])
         source = np.concatenate([np.repeat(np.arange(len(send_counts)), send_counts), np.full(len(own), rank)])
         order = np.lexsort((source, row))
-        offsets = np.searchsorted(row[order], own)
+        offsets = np.searchsorted(row[order], np.arange(len(own) + 1))
         tables = (
             torch.from_numpy(x).to(device) for x in (np.concatenate(send), np.concatenate(receive), order, offsets)
         )

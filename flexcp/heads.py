@@ -29,8 +29,13 @@ class SomeHeads(BlockSource):
         return self.whole.inner_classes(q_start, kv_start)[:, self.first : self.last]
 
     def global_mask_mod(self, device: torch.device) -> MaskMod:
-        first = torch.tensor(self.first, dtype=torch.int32, device=device)
-        return shifted_mask_mod(self.whole.global_mask_mod(device), first)
+        return self._shifted(self.whole.global_mask_mod(device), device)
+
+    def local_mask_mod(self, q_start: Tensor, kv_start: Tensor) -> MaskMod:
+        return self._shifted(self.whole.local_mask_mod(q_start, kv_start), q_start.device)
+
+    def _shifted(self, mask_mod: MaskMod, device: torch.device) -> MaskMod:
+        return shifted_mask_mod(mask_mod, torch.tensor(self.first, dtype=torch.int32, device=device))
 
 
 def shifted_mask_mod(mask_mod: MaskMod, first: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from flexcp.comm import Link, Pending
 from flexcp.exchange import Exchange, Routes
 from flexcp.headgroups import HeadGroup
 from flexcp.kernel import accumulation_dtype
+from flexcp.rowsum import sum_rows
 
 
 class Gathering:
@@ -85,10 +85,7 @@ class ExchangedGradients:
         if self.pending is not None:
             received = self.pending.wait()
             assert received is not None
-            # Adds in the accumulation dtype, one row after the other, and rounds once.
-            total = embedding_bag(
-                self.routes.sum_rows, torch.cat([received, self.own]), self.routes.sum_offsets, mode="sum"
-            )
+            total = sum_rows(received, self.own, self.routes.sum_rows, self.routes.sum_offsets)
         dkv = _unrows(total.unflatten(0, (self.groups, self.blocks)), self.batch, self.exchange.block_size)
         return dkv[..., : self.dim], dkv[..., self.dim :]
 

@@ -69,10 +69,18 @@ class Mask:
         return moved
 
     def __and__(self, other: Mask | MaskMod) -> Mask:
-        return And(self, lift(other))
+        return _and(self, lift(other))
 
     def __rand__(self, other: MaskMod) -> Mask:
-        return And(lift(other), self)
+        return _and(lift(other), self)
+
+    def joined(self, other: Mask, text: str) -> Mask | None:
+        """The pairs visible to both, by one mask that is cheaper than two; None where there is none.
+
+        Args:
+            text: what it is called.
+        """
+        return None
 
     def __or__(self, other: Mask | MaskMod) -> Mask:
         return Or(self, lift(other))
@@ -132,6 +140,11 @@ class And(Binary):
         left_any, left_all = self.left.classify(q_lo, q_hi, kv_lo, kv_hi)
         right_any, right_all = self.right.classify(q_lo, q_hi, kv_lo, kv_hi)
         return left_any & right_any, left_all & right_all
+
+
+def _and(left: Mask, right: Mask) -> Mask:
+    both = And(left, right)
+    return left.joined(right, repr(both)) or right.joined(left, repr(both)) or both
 
 
 class Or(Binary):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexcp.masks.causal import Causal
 from flexcp.masks.causal import causal as causal_mask
 from flexcp.masks.checks import flag, integers
 from flexcp.masks.core import Mask
-from flexcp.masks.reach import Reach
-from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows, run_ends, runs_of, take
+from flexcp.masks.reach import Reach, reach_classes
+from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows, run_ends, run_starts, runs_of, take
 
 
 class Document(Mask):
@@ -25,13 +26,21 @@ class Document(Mask):
         runs = runs_of(ids)
         self.sorted = bool((runs_of(ids.sort(-1).values)[..., -1] == runs[..., -1]).all())
         self._ids = (runs if self.sorted else torch.unique(ids, return_inverse=True)[1]).to(torch.int32)
+        # A kernel reads a table of queries once a row, and one of keys for each pair.
+        self._start, self._end = run_starts(runs).to(torch.int32), run_ends(runs).to(torch.int32)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_idx = torch.minimum(q_idx, self._last)
-        kv_idx = torch.minimum(kv_idx, self._last)
-        if self.batch is None:
-            return self._ids[q_idx] == self._ids[kv_idx]
-        return self._ids[b, q_idx] == self._ids[b, kv_idx]
+        q_idx, kv_idx = torch.minimum(q_idx, self._last), torch.minimum(kv_idx, self._last)
+        q_at, kv_at = (q_idx, kv_idx) if self.batch is None else ((b, q_idx), (b, kv_idx))
+        if self.sorted:
+            return (self._start[q_at] <= kv_idx) & (kv_idx < self._end[q_at])
+        return self._ids[q_at] == self._ids[kv_at]
+
+    def joined(self, other: Mask, text: str) -> Mask | None:
+        """With causal, where no id comes back after others."""
+        if isinstance(other, Causal) and self.sorted:
+            return CausalDocument(self._start, self._end, text)
+        return None
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         q_first, q_last = (rows(ids) for ids in self._interval(q_lo, q_hi))
@@ -50,6 +59,28 @@ class Document(Mask):
         return self.text
 
 
+class CausalDocument(Reach):
+    """start[q] <= kv <= q: what `Reach` says with the ends of documents, by one table that queries read.
+
+    Args:
+        start, end: where the document of each token begins and ends, int32 [S] or [B, S].
+    """
+
+    def __init__(self, start: Tensor, end: Tensor, text: str):
+        super().__init__(end, text)
+        self._start = start
+        self.precedence = 3 if " & " in text else 9
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        row = torch.minimum(q_idx, self._last)
+        start = self._start[row] if self.batch is None else self._start[b, row]
+        return (start <= kv_idx) & (kv_idx <= q_idx)
+
+    def classify(self, q_lo, q_hi, kv_lo, kv_hi):
+        largest, smallest = (columns(take(self._ends, at)) for at in (kv_hi - 1, kv_lo))  # ends never fall
+        return reach_classes(q_lo, q_hi, kv_lo, kv_hi, largest, smallest)
+
+
 def document(doc_ids: Tensor, *, causal: bool = False) -> Mask:
     """Tokens see the tokens of their own document, in both directions or causally.
 
@@ -62,8 +93,7 @@ def document(doc_ids: Tensor, *, causal: bool = False) -> Mask:
 
     Args:
         doc_ids: integer tensor [S] or [B, S]: the document each token belongs to. Any integers, in any order.
-        causal: also kv <= q. The same pairs as `causal() & document(doc_ids)`, with one table look-up in
-            place of two and classes that are exact for boxes of every shape.
+        causal: also kv <= q. The same mask as `causal() & document(doc_ids)`.
 
     Returns:
         A Mask for sequences of exactly S tokens. Its classes are exact where each id is one contiguous run
@@ -173,6 +203,4 @@ def _build(doc_ids: Tensor, causal: bool, text: str) -> Mask:
     mask = Document(doc_ids, f"{text})")
     if not causal:
         return mask
-    if not mask.sorted:
-        return causal_mask() & mask
-    return Reach(run_ends(runs_of(doc_ids)), f"{text}, causal=True)")
+    return mask.joined(causal_mask(), f"{text}, causal=True)") or causal_mask() & mask

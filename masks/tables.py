@@ -69,6 +69,13 @@ def runs_of(ids: Tensor) -> Tensor:
     return starts.cumsum(-1)
 
 
+def run_starts(runs: Tensor) -> Tensor:
+    """The first position of the run each position is in; runs as `runs_of` returns them."""
+    position = torch.arange(runs.shape[-1], device=runs.device).expand(runs.shape)
+    begins = position.masked_fill(torch.cat([runs[..., :1] < 0, runs.diff() == 0], -1), 0)
+    return begins.cummax(-1).values
+
+
 def run_ends(runs: Tensor) -> Tensor:
     """One past the last position of the run each position is in; runs as `runs_of` returns them."""
     size = runs.shape[-1]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask, MaskMod, lift
-from flexcp.masks.tables import columns, drop_single_row, last_index, rows, runs_of, take
+from flexcp.masks.tables import columns, drop_single_row, last_index, rows, run_starts, runs_of, take
 
 
 class WithinDocuments(Mask):
@@ -19,9 +19,7 @@ class WithinDocuments(Mask):
         self.seq_len = runs.shape[-1]
         self._last = last_index(runs)
         self._run = runs.to(torch.int32)
-        position = torch.arange(self.seq_len, device=runs.device).expand(runs.shape)
-        begins = position.masked_fill(torch.cat([runs[..., :1] < 0, runs.diff() == 0], -1), 0)
-        self._start = begins.cummax(-1).values.to(torch.int32)
+        self._start = run_starts(runs).to(torch.int32)
 
     def __call__(self, b, h, q_idx, kv_idx):
         q_idx = torch.minimum(q_idx, self._last)

@@ -31,12 +31,13 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _host_ms(function: Callable[[], object], device: str) -> float:
-    """Time until the call returns, which on a GPU is not until its kernels are done."""
+def _host_ms(function: Callable[[], object], device: str, times: int = 1) -> float:
+    """Of so many calls in a row, the time of one until it returns, which on a GPU is not until its kernels are done."""
     _wait(device)
     begun = time.perf_counter()
-    function()
-    return (time.perf_counter() - begun) * 1e3
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - begun) * 1e3 / times
 
 
 def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float:
@@ -47,10 +48,14 @@ def _whole_ms(function: Callable[[], object], device: str, repeat: int) -> float
     return statistics.median([_host_ms(done, device) for _ in range(repeat + 3)][3:])
 
 
-def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
+def overhead(device: str, seq_len: int, repeat: int, in_a_row: int) -> dict[str, float]:
     """Host milliseconds of a call and of its backward: the kernel alone, from the rule's entry, through each door.
 
-    All are called in turn, in a new order each round; medians.
+    All have their turns, in a new order each round; medians.
+
+    Args:
+        in_a_row: calls of a turn, as a model's layers call one after the other. The first call of a turn finds the
+            CPU's caches full of another's code.
     """
     plan = flexcp.plan(masks.causal(), seq_len, 1, device=device)
     token = token_by(plan.block_mask.handle)
@@ -88,7 +93,7 @@ def overhead(device: str, seq_len: int, repeat: int) -> dict[str, float]:
         for name in random.sample(list(calls), len(calls)):
             function, inside = calls[name]
             with inside():
-                ms = _host_ms(function, device)
+                ms = _host_ms(function, device, in_a_row)
             if i >= 3:
                 taken[name].append(ms)
     return {name: statistics.median(times) for name, times in taken.items()}
@@ -144,10 +149,12 @@ def main(
     backend: str = "inductor",
 ) -> None:
     """Prints every figure, one a line."""
-    found = overhead(device, seq_len, 5 * repeat)
-    for name, ms in found.items():
-        way = name.rpartition(" ")[2]
-        print(f"{name:24} {ms:9.3f} ms   over the kernel {ms - found[f'kernel {way}']:8.3f} ms")
+    for in_a_row in (16, 1):
+        print(f"a call, of {in_a_row} in a row")
+        found = overhead(device, seq_len, 5 * repeat, in_a_row)
+        for name, ms in found.items():
+            way = name.rpartition(" ")[2]
+            print(f"{name:24} {ms:9.3f} ms   over the kernel {ms - found[f'kernel {way}']:8.3f} ms")
     for name, value in block(device, model, seq_len, steps, repeat, backend).items():
         print(f"{name:24} {value:9.4g}")
 

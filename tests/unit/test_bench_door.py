@@ -14,6 +14,6 @@ def test_it_runs(capsys) -> None:
     spec.loader.exec_module(module)
     module.main("cpu", "llama3-debug", 256, 2, 1, "aot_eager")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 23
     assert lines[-1].split()[-1] == "0"
     assert float(lines[-3].split()[-1]) < 1e-5
