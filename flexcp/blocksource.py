@@ -127,18 +127,21 @@ class BlockSource:
         def local_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             q, kv = q_position[q_idx], kv_position[kv_idx]
             q_real, kv_real = q >= 0, kv >= 0
-            seen = mask_mod(b, h, torch.where(q_real, q, -1 - q), torch.where(kv_real, kv, -1 - kv))
+            # A mask's captured tables begin and end with the sequence, so padding asks for its first token.
+            seen = mask_mod(b, h, torch.where(q_real, q, 0), torch.where(kv_real, kv, 0))
             return q_real & kv_real & seen
 
         return local_mask_mod
 
     def _positions(self, start: Tensor, size: int) -> Tensor:
-        """Global index of each row of the blocks that begin at `start`; int32.
+        """Global index of each row of the blocks that begin at `start`, -1 for padding; int32."""
+        rows = row_positions(start, size)
+        return rows.masked_fill_(rows >= self.seq_len, -1).to(torch.int32)
 
-        A row of padding has -1 - last: a mask's captured tables end with the sequence, so it asks for the last token.
-        """
-        rows = (start[:, None] + torch.arange(size, device=start.device)).flatten()
-        return torch.where(rows < self.seq_len, rows, -self.seq_len).to(torch.int32)
+
+def row_positions(start: Tensor, size: int) -> Tensor:
+    """Global index of each row of the blocks of `size` rows that begin at `start`; int64, padding not told apart."""
+    return (start[:, None] + torch.arange(size, device=start.device)).flatten()
 
 
 class Everything(BlockSource):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.blockmask import EMPTY, FULL, PARTIAL, block_classes
+from flexcp.blocksource import row_positions
 from flexcp.compat import autograd_enabled, over_pairs
 from flexcp.planner import Stage
 
@@ -121,7 +122,7 @@ def _tiles(stage: Stage, num_heads: int) -> Iterator[_Tile]:
     assert stage.block_mask is not None
     classes = block_classes(stage.block_mask)
     q_size, kv_size = stage.block_mask.BLOCK_SIZE
-    q_pos, kv_pos = _rows(stage.q_start, q_size), _rows(stage.kv_start, kv_size)
+    q_pos, kv_pos = row_positions(stage.q_start, q_size), row_positions(stage.kv_start, kv_size)
     mask_mod = over_pairs(stage.mask_mod, with_score=False)
     row = 0
     while row < q_pos.numel():
@@ -152,7 +153,7 @@ def _columns(blocks: Tensor, kv_size: int) -> slice | Tensor:
     first, last = int(blocks[0]), int(blocks[-1])
     if last - first + 1 == blocks.numel():
         return slice(first * kv_size, (last + 1) * kv_size)
-    return _rows(blocks * kv_size, kv_size)
+    return row_positions(blocks * kv_size, kv_size)
 
 
 def _hidden(classes: Tensor, mask_mod, q_pos: Tensor, kv_pos: Tensor, kv_size: int) -> Tensor | None:
@@ -231,10 +232,6 @@ def _add_keys(total: Tensor, tile: _Tile, part: Tensor) -> None:
         total[:, :, tile.columns] += part
     else:
         total.index_add_(2, tile.columns, part)
-
-
-def _rows(start: Tensor, size: int) -> Tensor:
-    return (start[:, None] + torch.arange(size)).flatten()
 
 
 def _finite(lse: Tensor, instead: float) -> Tensor:

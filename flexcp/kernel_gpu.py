@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp import compat
+from flexcp.blocksource import row_positions
 from flexcp.lift import NO_SCORE, Function, for_flash, lift, restate, scalars
 from flexcp.planner import Stage
 
@@ -198,10 +199,11 @@ def _functions(stage: Stage, score: "Score", q: Tensor, backend: str) -> tuple[F
     if score.function is None:
         return mask, NO_SCORE
     if "tables" not in kept:
-        last = torch.tensor(stage.seq_len - 1, dtype=torch.int32, device=q.device)
-        kept["tables"] = stage.q_start.to(torch.int32), stage.kv_start.to(torch.int32), last
+        # Padding is hidden, but asked for all the same, and a score's tables end with the sequence.
+        starts, last = zip((stage.q_start, stage.kv_start), stage.block_mask.BLOCK_SIZE), stage.seq_len - 1
+        kept["tables"] = tuple(row_positions(start, size).clamp_(max=last).to(torch.int32) for start, size in starts)
     tensors = (*(x.detach() for x in score.buffers), *kept["tables"])
-    function = _in_local_indices(stage, score)
+    function = _in_local_indices(score)
     key = (score.identity, *((x.shape, x.dtype) for x in tensors))
     if backend == "TRITON":
         # As it is, and not traced: the gradient of `table[index]` must be torch's own for scores, which knows scatter.
@@ -216,17 +218,13 @@ def _kept(kept: dict[Any, Any], key: tuple, make: Callable[[], Function], backen
     return kept[key]
 
 
-def _in_local_indices(stage: Stage, score: "Score") -> Callable[..., Tensor]:
+def _in_local_indices(score: "Score") -> Callable[..., Tensor]:
     function, count = score.function, len(score.buffers)
     assert function is not None
-    q_size, kv_size = stage.block_mask.BLOCK_SIZE
 
     def in_local_indices(s, b, h, q_idx, kv_idx, *tensors):
-        q_start, kv_start, last = tensors[count:]
-        # Padding is hidden, but asked for all the same, and a score's tables end with the sequence.
-        q_pos = torch.minimum(q_start[q_idx // q_size] + q_idx % q_size, last)
-        kv_pos = torch.minimum(kv_start[kv_idx // kv_size] + kv_idx % kv_size, last)
-        return function(s, b, h, q_pos, kv_pos, *tensors[:count])
+        q_position, kv_position = tensors[count:]
+        return function(s, b, h, q_position[q_idx], kv_position[kv_idx], *tensors[:count])
 
     return in_local_indices
 
