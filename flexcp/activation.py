@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flexcp import compat
 from flexcp.offload import Store
 
 MODES = ("none", "full", "selective")
@@ -34,7 +35,8 @@ def checkpoint_layers(layers: Sequence[nn.Module], mode: str, store: Store | Non
         return
     options: dict[str, Any] = {}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+        options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_attention)}
+        options |= compat.selective_checkpoint_options()
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward, options)
     if store is not None:

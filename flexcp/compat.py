@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "TorchDispatchMode",
@@ -42,6 +44,7 @@ __all__ = [
     "never_a_frame",
     "over_pairs",
     "record_memory_history",
+    "selective_checkpoint_options",
     "set_timeouts",
     "without_modes",
     "write_memory_snapshot",
@@ -112,6 +115,13 @@ def create_joint_graph(
 def inductor_compile(graph: torch.fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
     """A graph of operators, compiled."""
     return torch._inductor.compile(graph, arguments)
+
+
+@cache
+def selective_checkpoint_options() -> dict[str, Any]:
+    """For torch.utils.checkpoint: what a policy saves is left where it is, as in every torch before 2.15."""
+    known = "respect_saved_tensors_hooks" in signature(checkpoint).parameters
+    return {"respect_saved_tensors_hooks": False} if known else {}
 
 
 def record_memory_history() -> None:

@@ -105,7 +105,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
         warnings.simplefilter("error")
     # As in pyproject, which says why.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script")
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group(
