@@ -30,6 +30,8 @@ class ClosedFormMask(Protocol):
 
     def to(self, device: torch.device | str) -> "ClosedFormMask": ...
 
+    def inside(self) -> "ClosedFormMask": ...
+
     def classify(self, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
@@ -116,13 +118,19 @@ class BlockSource:
 
         They are tensors, so that a new layout is new data and not a new program. They have an entry a row and not a
         block: inside a partial block a kernel asks for each pair, and what it computes there is most of a partial
-        block's time (docs/log.md).
+        block's time (docs/decisions/0021). For the same reason padding is told apart only where some block holds
+        tokens and padding; nobody asks about blocks of padding alone.
 
         Args:
             q_start: [nq] int64, kv_start: [nk] int64, global index of each block's first row.
         """
-        mask_mod, (q_size, kv_size) = self.mask_mod, self.block_size
-        q_position, kv_position = self._positions(q_start, q_size), self._positions(kv_start, kv_size)
+        mask_mod, seq_len = self.mask_mod, self.seq_len
+        torn = any(seq_len % size for size in self.block_size)
+        rows = (row_positions(start, size) for start, size in zip((q_start, kv_start), self.block_size))
+        q_position, kv_position = (x.masked_fill(x >= seq_len, -1 if torn else 0).to(torch.int32) for x in rows)
+
+        def whole(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return mask_mod(b, h, q_position[q_idx], kv_position[kv_idx])
 
         def local_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             q, kv = q_position[q_idx], kv_position[kv_idx]
@@ -131,12 +139,7 @@ class BlockSource:
             seen = mask_mod(b, h, torch.where(q_real, q, 0), torch.where(kv_real, kv, 0))
             return q_real & kv_real & seen
 
-        return local_mask_mod
-
-    def _positions(self, start: Tensor, size: int) -> Tensor:
-        """Global index of each row of the blocks that begin at `start`, -1 for padding; int32."""
-        rows = row_positions(start, size)
-        return rows.masked_fill_(rows >= self.seq_len, -1).to(torch.int32)
+        return local_mask_mod if torn else whole
 
 
 def row_positions(start: Tensor, size: int) -> Tensor:
@@ -182,8 +185,8 @@ class _MaskSource(BlockSource):
         batch: int | None,
         heads: int | None,
     ) -> None:
-        super().__init__(mask, seq_len, block_size, batch, heads)
         self.closed_form = mask if isinstance(mask, ClosedFormMask) else None
+        super().__init__(self.closed_form.inside() if self.closed_form else mask, seq_len, block_size, batch, heads)
         self.needs_pairs = self.closed_form is None or self.closed_form.needs_pairs
 
     def inner_classes(self, q_start: Tensor, kv_start: Tensor) -> Tensor:

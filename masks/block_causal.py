@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexcp.masks.checks import integers, quantity
 from flexcp.masks.core import Mask
-from flexcp.masks.tables import columns, drop_single_row, last_index, rows, scalar, take
+from flexcp.masks.tables import clamped, columns, drop_single_row, last_index, rows, scalar, take
 
 
 class BlockCausal(Mask):
@@ -34,11 +34,11 @@ class FrameCausal(Mask):
         self.batch = ids.shape[0] if ids.dim() == 2 else None
         self.seq_len = ids.shape[-1]
         self._ids = ids.to(torch.int32)
-        self._last = last_index(ids)
+        self._clamp_to = last_index(ids)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_idx = torch.minimum(q_idx, self._last)
-        kv_idx = torch.minimum(kv_idx, self._last)
+        q_idx = clamped(q_idx, self._clamp_to)
+        kv_idx = clamped(kv_idx, self._clamp_to)
         if self.batch is None:
             return self._ids[q_idx] >= self._ids[kv_idx]
         return self._ids[b, q_idx] >= self._ids[b, kv_idx]

@@ -41,6 +41,8 @@ class Mask:
     heads: int | None = None
     seq_len: int | None = None
     needs_pairs: bool = False
+    _clamp_to: Tensor | None = None  # the last token, where `__call__` clamps its indices
+    _parts: tuple[str, ...] = ()  # the attributes that are masks, asked about the same pairs as this one
     precedence: int = 9  # how tightly the expression binds, for __repr__: Python's own order, | 1, ^ 2, & 3, ~ 4
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -67,6 +69,17 @@ class Mask:
         for name, value in vars(self).items():
             setattr(moved, name, _to(value, device))
         return moved
+
+    def inside(self) -> Mask:
+        """The same mask for who only asks about tokens of the sequence: look-ups in its tables are not clamped.
+
+        A kernel asks pair by pair, so that each instruction less counts.
+        """
+        same = copy.copy(self)
+        same._clamp_to = None
+        for name in self._parts:
+            setattr(same, name, getattr(self, name).inside())
+        return same
 
     def __and__(self, other: Mask | MaskMod) -> Mask:
         return _and(self, lift(other))
@@ -110,6 +123,7 @@ class Binary(Mask):
     """Two masks of one sequence, joined pair by pair."""
 
     symbol: str
+    _parts = ("left", "right")
 
     def __init__(self, left: Mask, right: Mask):
         self.left, self.right = left, right
@@ -180,6 +194,7 @@ class Not(Mask):
     """Visible where the other is not. As exact as the other."""
 
     precedence = 4
+    _parts = ("mask",)
 
     def __init__(self, mask: Mask):
         self.mask = mask

@@ -10,7 +10,18 @@ from flexcp.masks.causal import causal as causal_mask
 from flexcp.masks.checks import flag, integers
 from flexcp.masks.core import Mask
 from flexcp.masks.reach import Reach, reach_classes
-from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows, run_ends, run_starts, runs_of, take
+from flexcp.masks.tables import (
+    clamped,
+    columns,
+    drop_single_row,
+    extreme,
+    last_index,
+    rows,
+    run_ends,
+    run_starts,
+    runs_of,
+    take,
+)
 
 
 class Document(Mask):
@@ -19,7 +30,7 @@ class Document(Mask):
         self.batch = ids.shape[0] if ids.dim() == 2 else None
         self.seq_len = ids.shape[-1]
         self.text = text
-        self._last = last_index(ids)
+        self._clamp_to = last_index(ids)
         # Where each id is one run, the number of the run is as good as the id, and sorted: a box then holds
         # an interval of documents, which its two ends give. Else ids are made dense and the interval is
         # searched for.
@@ -30,7 +41,7 @@ class Document(Mask):
         self._start, self._end = run_starts(runs).to(torch.int32), run_ends(runs).to(torch.int32)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_idx, kv_idx = torch.minimum(q_idx, self._last), torch.minimum(kv_idx, self._last)
+        q_idx, kv_idx = clamped(q_idx, self._clamp_to), clamped(kv_idx, self._clamp_to)
         q_at, kv_at = (q_idx, kv_idx) if self.batch is None else ((b, q_idx), (b, kv_idx))
         if self.sorted:
             return (self._start[q_at] <= kv_idx) & (kv_idx < self._end[q_at])
@@ -72,7 +83,7 @@ class CausalDocument(Reach):
         self.precedence = 3 if " & " in text else 9
 
     def __call__(self, b, h, q_idx, kv_idx):
-        row = torch.minimum(q_idx, self._last)
+        row = clamped(q_idx, self._clamp_to)
         start = self._start[row] if self.batch is None else self._start[b, row]
         return (start <= kv_idx) & (kv_idx <= q_idx)
 

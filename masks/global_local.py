@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask
-from flexcp.masks.tables import columns, drop_single_row, last_index, rows, scalar, take
+from flexcp.masks.tables import clamped, columns, drop_single_row, last_index, rows, scalar, take
 
 
 class GlobalLocal(Mask):
@@ -16,7 +16,7 @@ class GlobalLocal(Mask):
         self.window = window
         self._furthest = scalar(window - 1).to(table.device)
         self._is_global = table
-        self._last = last_index(table)
+        self._clamp_to = last_index(table)
         self.batch = table.shape[0] if table.dim() == 2 else None
         self.seq_len = table.shape[-1]
         # For classes: the nearest global token at or after each position, and the nearest others on either
@@ -28,8 +28,8 @@ class GlobalLocal(Mask):
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
-        q_idx = torch.minimum(q_idx, self._last)
-        kv_idx = torch.minimum(kv_idx, self._last)
+        q_idx = clamped(q_idx, self._clamp_to)
+        kv_idx = clamped(kv_idx, self._clamp_to)
         if self.batch is None:
             either = self._is_global[q_idx] | self._is_global[kv_idx]
         else:

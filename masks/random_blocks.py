@@ -8,7 +8,7 @@ from torch import Tensor
 from flexcp.masks.checks import quantity
 from flexcp.masks.core import Mask
 from flexcp.masks.global_local import global_local
-from flexcp.masks.tables import scalar, take
+from flexcp.masks.tables import clamped, scalar, take
 
 
 class RandomBlocks(Mask):
@@ -18,11 +18,11 @@ class RandomBlocks(Mask):
         # The choices of each block, distinct: num_random tables [num_blocks].
         self._chosen = _choose(num_blocks, num_random, seed).unbind(1)
         self._block_size = scalar(block_size)
-        self._last = scalar(seq_len - 1)
+        self._clamp_to = scalar(seq_len - 1)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_block = torch.minimum(q_idx, self._last) // self._block_size
-        kv_block = torch.minimum(kv_idx, self._last) // self._block_size
+        q_block = clamped(q_idx, self._clamp_to) // self._block_size
+        kv_block = clamped(kv_idx, self._clamp_to) // self._block_size
         visible = self._chosen[0][q_block] == kv_block
         for chosen in self._chosen[1:]:
             visible = visible | (chosen[q_block] == kv_block)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexcp.masks.core import Classes, Mask
-from flexcp.masks.tables import columns, drop_single_row, extreme, last_index
+from flexcp.masks.tables import clamped, columns, drop_single_row, extreme, last_index
 
 
 def reach_classes(
@@ -38,13 +38,13 @@ class Reach(Mask):
     def __init__(self, ends: Tensor, text: str):
         ends = drop_single_row(ends)
         self._ends = ends.to(torch.int32)
-        self._last = last_index(ends)
+        self._clamp_to = last_index(ends)
         self.batch = ends.shape[0] if ends.dim() == 2 else None
         self.seq_len = ends.shape[-1]
         self.text = text
 
     def __call__(self, b, h, q_idx, kv_idx):
-        key = torch.minimum(kv_idx, self._last)
+        key = clamped(kv_idx, self._clamp_to)
         end = self._ends[key] if self.batch is None else self._ends[b, key]
         return (kv_idx <= q_idx) & (q_idx < end)
 

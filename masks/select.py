@@ -12,6 +12,8 @@ from flexcp.masks.core import Mask, MaskMod, lift
 
 
 class WhereHead(Mask):
+    _parts = ("mask", "otherwise")
+
     def __init__(self, chosen: Tensor, mask: Mask, otherwise: Mask):
         self._chosen = chosen  # bool [H]
         self.mask, self.otherwise = mask, otherwise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+from flexcp.masks.causal import Causal
 from flexcp.masks.checks import flag, quantity
 from flexcp.masks.core import Mask
 from flexcp.masks.tables import scalar
@@ -14,6 +17,7 @@ class SlidingWindow(Mask):
         self._furthest = scalar(self.furthest)
         self._dilation = scalar(dilation)
         self._dilated = dilation > 1
+        self.text: str | None = None
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -38,7 +42,17 @@ class SlidingWindow(Mask):
         single = (q_hi - q_lo == 1)[:, None] & (kv_hi - kv_lo == 1)
         return some, some & single
 
+    def joined(self, other: Mask, text: str) -> Mask | None:
+        """With causal, which it is by itself."""
+        if not isinstance(other, Causal) or self.two_sided:
+            return None
+        same = copy.copy(self)
+        same.text, same.precedence = text, 3
+        return same
+
     def __repr__(self) -> str:
+        if self.text is not None:
+            return self.text
         two_sided = ", two_sided=True" if self.two_sided else ""
         dilation = f", dilation={self.dilation}" if self._dilated else ""
         return f"sliding_window({self.window}{two_sided}{dilation})"

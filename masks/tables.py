@@ -11,8 +11,13 @@ from torch import Tensor
 
 
 def last_index(table: Tensor) -> Tensor:
-    """The last index of a table as a 0-d tensor, for `torch.minimum` in `__call__`."""
+    """The last index of a table as a 0-d tensor, for `clamped` in `__call__`."""
     return torch.tensor(table.shape[-1] - 1, dtype=torch.int32, device=table.device)
+
+
+def clamped(index: Tensor, last: Tensor | None) -> Tensor:
+    """An index that a table has, for whoever asks about padding; None: nobody does (`Mask.inside`)."""
+    return index if last is None else torch.minimum(index, last)
 
 
 def scalar(value: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask
 from flexcp.masks.reach import Reach
-from flexcp.masks.tables import columns, drop_single_row, extreme, last_index, rows
+from flexcp.masks.tables import clamped, columns, drop_single_row, extreme, last_index, rows
 
 
 class Tree(Mask):
@@ -17,14 +17,14 @@ class Tree(Mask):
     def __init__(self, enter: Tensor, leave: Tensor, text: str):
         enter, leave = drop_single_row(enter), drop_single_row(leave)
         self._enter, self._leave = enter.to(torch.int32), leave.to(torch.int32)
-        self._last = last_index(enter)
+        self._clamp_to = last_index(enter)
         self.batch = enter.shape[0] if enter.dim() == 2 else None
         self.seq_len = enter.shape[-1]
         self.text = text
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_idx = torch.minimum(q_idx, self._last)
-        kv_idx = torch.minimum(kv_idx, self._last)
+        q_idx = clamped(q_idx, self._clamp_to)
+        kv_idx = clamped(kv_idx, self._clamp_to)
         at = (lambda table, index: table[index]) if self.batch is None else (lambda table, index: table[b, index])
         here = at(self._enter, q_idx)
         return (at(self._enter, kv_idx) <= here) & (here < at(self._leave, kv_idx))

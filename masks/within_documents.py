@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexcp.masks.checks import integers
 from flexcp.masks.core import Mask, MaskMod, lift
-from flexcp.masks.tables import columns, drop_single_row, last_index, rows, run_starts, runs_of, take
+from flexcp.masks.tables import clamped, columns, drop_single_row, last_index, rows, run_starts, runs_of, take
 
 
 class WithinDocuments(Mask):
@@ -17,13 +17,13 @@ class WithinDocuments(Mask):
         self.batch = runs.shape[0] if runs.dim() == 2 else None
         self.heads, self.needs_pairs = mask.heads, mask.needs_pairs
         self.seq_len = runs.shape[-1]
-        self._last = last_index(runs)
+        self._clamp_to = last_index(runs)
         self._run = runs.to(torch.int32)
         self._start = run_starts(runs).to(torch.int32)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        q_idx = torch.minimum(q_idx, self._last)
-        kv_idx = torch.minimum(kv_idx, self._last)
+        q_idx = clamped(q_idx, self._clamp_to)
+        kv_idx = clamped(kv_idx, self._clamp_to)
         q_at, kv_at = (q_idx, kv_idx) if self.batch is None else ((b, q_idx), (b, kv_idx))
         same = self._run[q_at] == self._run[kv_at]
         q_local, kv_local = q_idx - self._start[q_at], kv_idx - self._start[kv_at]

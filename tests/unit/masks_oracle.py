@@ -56,6 +56,7 @@ EXACT = [
     masks.sliding_window(5, two_sided=True),
     masks.sliding_window(3, dilation=4),
     masks.sliding_window(4, two_sided=True, dilation=3),
+    masks.causal() & masks.sliding_window(3, dilation=4),
     masks.per_head_window(torch.tensor([1, 7, 60])),
     masks.per_head_window(torch.tensor([2, 9]), two_sided=True),
     masks.attention_sink(1, 1),

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexcp import compat
+import flexcp
+from flexcp import compat, masks
 from flexcp.lift import NO_SCORE, Function, for_flash, lift, scalars
 from tests.unit.masks_oracle import EXACT, S
 
@@ -95,3 +96,15 @@ def test_the_callers_saved_tensor_hooks_rest_while_a_program_is_traced() -> None
         seen.clear()
         x * x
     assert set(seen) == {"outer"}
+
+
+def test_a_kernel_computes_little_for_each_pair_of_a_partial_block() -> None:
+    """Per pair: where the tokens stand in the sequence, and where the query's document begins."""
+    ids = torch.arange(4096) // 700
+    plan = flexcp.plan(masks.causal() & masks.document(ids), 4096, 4, rank=1)
+    mask = for_flash(lift(plan.schedules["mask"].stages[0].block_mask.mask_mod, 4, (), CPU), 1)
+    with compat.TransformGetItemToIndex():
+        graph = make_fx(mask.call)(*scalars(4, CPU), *mask.inputs).graph
+    operators = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert operators.count(aten.index.Tensor) == 3
+    assert len(operators) == 6

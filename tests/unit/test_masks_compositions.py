@@ -141,6 +141,12 @@ def test_closed_forms_are_exact(mask, q, kv):
 
 
 @QUIET
+@given(masks_of_any_kind)
+def test_whoever_asks_about_tokens_alone_sees_the_same_pairs(mask):
+    assert torch.equal(masks.to_dense(mask.inside(), S), masks.to_dense(mask, S))
+
+
+@QUIET
 @given(masks_of_any_kind, boxes(), boxes())
 def test_compositions_are_never_wrong_and_exact_once_refined(mask, q, kv):
     pairs = masks.to_dense(mask, S)
