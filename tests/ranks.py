@@ -11,6 +11,9 @@ from typing import Any
 TIMEOUT_S = 60.0
 NCCL_TIMEOUT_S = 300.0  # kernels are compiled before the ranks meet
 START_TIMEOUT_S = 300.0
+# What ranks of the CPU import once for all; nothing that computes, which would start threads before a fork.
+SHARED = ["pytest", "torch._inductor.compile_fx", "torch.export._trace", "torch.distributed.tensor.experimental"]
+SHARED += ["flexcp.train"]
 
 
 def free_port() -> int:
@@ -32,7 +35,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = _context(self.backend)
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(self.size):
@@ -90,6 +93,20 @@ class Ranks:
 
 class RankError(AssertionError):
     """A rank failed."""
+
+
+def _context(backend: str) -> Any:
+    """How ranks are started: with GPUs, whose drivers do not survive a fork, each imports for itself, as at a user's.
+
+    On the CPU they are forks of one process that has imported torch, which takes seconds, and has no threads but
+    OpenBLAS's, which it ends itself before a fork. What is lost is a seed of hashes for each rank: programs that are
+    started (tests/train/test_cli.py) have theirs.
+    """
+    if backend == "nccl" or "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(SHARED)
+    return context
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
