@@ -166,7 +166,7 @@ def train_compiled(config: TrainConfig) -> dict[str, Any]:
     counters.clear()
     metrics.reset()
     times: list[float] = []
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
 
     def on_step(model: nn.Module, record: Any) -> None:
         torch._dynamo.config.error_on_recompile = config.compile != "off"
