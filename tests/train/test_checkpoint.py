@@ -209,9 +209,12 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 
 
 def test_an_8b_checkpoint_is_loaded_in_the_memory_of_the_shard(tmp_path: Path) -> None:
-    """16 GB in 4 files that the disk does not hold; one rank of 32 takes its rows: its shard and half a GiB at most."""
+    """16 GB in 4 files that the disk does not hold; one rank of 128 takes its rows: its shard and half a GiB at most.
+
+    The largest tensor alone has twice that.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.train.load_8b", str(tmp_path), "32"],
+        [sys.executable, "-m", "tests.train.load_8b", str(tmp_path), "128"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -220,6 +223,6 @@ def test_an_8b_checkpoint_is_loaded_in_the_memory_of_the_shard(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["checkpoint_bytes"] == 2 * 8_030_261_248
-    assert report["shard_bytes"] > report["checkpoint_bytes"] / 33
+    assert report["shard_bytes"] > report["checkpoint_bytes"] / 129
     assert report["peak_bytes"] < report["shard_bytes"] + (1 << 29), report
     assert report["last_row"] == [1.0, 2.0, 3.0]

@@ -77,12 +77,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(place: Path) -> dict[str, Outcome]:
-    """Programs that start processes, two at a time: most of their time is the import of torch."""
+    """Programs, two at a time: most of their time is the import of torch.
+
+    `late` is the one that the module starts ranks for.
+    """
     many = {
-        "module": lambda: command([*MODULE, *SMALL, "--data", "text", "--cp", "2", "--out", "by-module"], place),
+        "module": lambda: command([*MODULE, *SMALL, "--data", "text", "--out", "by-module"], place),
         "script": lambda: command([SCRIPT, "--config", "c.yaml", "--seq-len=200", "--out", "by-script"], place),
         "torchrun": lambda: command([*TORCHRUN, *SMALL, "--data", "text", "--cp", "2", "--out", "by-torchrun"], place),
-        "late": lambda: command([SCRIPT, *SMALL, "--data", "text", "--cp", "2", "--mask", "my_masks:late"], place),
+        "late": lambda: command([*MODULE, *SMALL, "--data", "text", "--cp", "2", "--mask", "my_masks:late"], place),
         "torchrun cp 3": lambda: command([*TORCHRUN, *SMALL, "--cp", "3"], place),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -90,6 +93,7 @@ def runs(place: Path) -> dict[str, Outcome]:
 
 
 def test_three_ways_in_give_the_same_numbers(runs: dict[str, Outcome], place: Path) -> None:
+    """One rank, two of the launcher's and two of torchrun's."""
     for name in ("module", "script", "torchrun"):
         assert runs[name].code == 0, runs[name].err
         assert "step 3/3  loss" in runs[name].out

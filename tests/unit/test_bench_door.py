@@ -12,7 +12,7 @@ def test_it_runs(capsys) -> None:
     spec = importlib.util.spec_from_file_location("bench_door", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main("cpu", "llama3-debug", 256, 2, 1, "aot_eager")
+    module.main("cpu", "llama3-debug", 128, 2, 1, "aot_eager")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 23
     assert lines[-1].split()[-1] == "0"
