@@ -43,6 +43,7 @@ def _walk(
         if stage.block_mask is not None:
             partial = kernel.forward(q[:, group.queries], k_stage, v_stage, stage, group.score(score), scale)
             done[first] = merge(*done[first], *partial) if first in done else partial
+            del partial  # or it would stay until the next one
         del k_stage, v_stage
     if not done:
         dtype = kernel.accumulation_dtype(q.dtype)
@@ -84,11 +85,11 @@ def backward(
     ]
     keys = _KeyGradients(schedule, k, v, dtype, switch.link)
     for group, stage, k_stage, v_stage in _arrivals(schedule, q, k, v, switch.link):
-        dkv = None
+        dkv: list[Tensor] = []
         if stage.block_mask is not None:
             heads = group.queries
             dlse_group = None if dlse is None else dlse[:, heads]
-            dq_stage, dk_stage, dv_stage, dbuffers_stage = kernel.backward(
+            dq_stage, *dkv, dbuffers_stage = kernel.backward(
                 q[:, heads],
                 k_stage,
                 v_stage,
@@ -103,10 +104,11 @@ def backward(
             first = heads.start
             dq[first] = dq[first].to(dtype).add_(dq_stage) if first in dq else dq_stage
             dbuffers = [_plus(total, part) for total, part in zip(dbuffers, dbuffers_stage)]
-            dkv = dk_stage, dv_stage
+            del dq_stage, dbuffers_stage
+        del k_stage, v_stage  # before gradients are packed
         keys.send_home(group, stage, dkv)
-        del k_stage, v_stage
     dq_whole = _joined(list(dq.values()), dim=1) if dq else torch.zeros_like(q)
+    del q, k, v, out, lse, dout, dlse, dq
     return *switch.to_row_gradients(dq_whole, *keys.collect()), dbuffers
 
 
@@ -130,7 +132,7 @@ def _arrivals(
             received = pending.wait()
             if following is not None:
                 pending = start(following)
-            arrived = (k, v) if received is None else unpack(received, k, v)
+            arrived = (k, v) if received is None else unpack(received, k.shape, v.shape)
             yield _whole(stage, q, k), stage, *arrived
             del received, arrived
     else:
@@ -154,35 +156,41 @@ class _KeyGradients:
 
     def __init__(self, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype, link: Link) -> None:
         self.comm, self.dtype, self.link = schedule.comm, dtype, link
-        self.like = k, v
+        self.k_shape, self.v_shape, self.device = k.shape, v.shape, k.device
+        self.moved_dtype = kernel.gradient_dtype(k)
         self.total: tuple[Tensor, Tensor] | None = None
-        self.parts: list[tuple[Tensor, Tensor]] = []  # of the group's stages so far
+        self.parts: list[list[Tensor]] = []  # of the group's stages so far
         self.pending: Pending | None = None
         self.moving: tuple[HeadGroup, GatheredGradients | ExchangedGradients] | None = None
 
-    def send_home(self, group: HeadGroup, stage: Stage, dkv: tuple[Tensor, Tensor] | None) -> None:
-        """Hands over one stage's gradients, by kernel layout of that stage; None where it computed nothing."""
+    def send_home(self, group: HeadGroup, stage: Stage, dkv: list[Tensor]) -> None:
+        """Hands over one stage's dk and dv, by kernel layout of that stage; none where it computed nothing.
+
+        The list is emptied: the caller's references would keep them alive beside what is packed and what arrives.
+        """
         self._settle()
         if self.link.size == 1 or (self.comm == "ring" and stage.sources == (self.link.rank,)):
-            if dkv is not None:
+            if dkv:
                 self._add(group.keys, *dkv)
+                dkv.clear()
         elif self.comm == "ring":
             # The reverse of the way the keys came: back to their owner, and this rank's own back from its reader.
-            k, v = self.like
-            like = k.new_empty(k.numel() + v.numel(), dtype=kernel.gradient_dtype(k))
-            packed = None if dkv is None else pack(*dkv)
+            packed = pack(*dkv) if dkv else None
+            dkv.clear()
+            one = torch.empty(1, dtype=self.moved_dtype, device=self.device)
+            like = one.expand(self.k_shape.numel() + self.v_shape.numel())  # says how large, and takes no memory
             self.pending = self.link.shift(packed, stage.receive_from, like, stage.send_to)
         else:
-            assert dkv is not None
-            self.parts.append(dkv)
+            self.parts.append(dkv.copy())
+            dkv.clear()
             if stage is not group.stages[-1]:
                 return
-            dk, dv = (_joined(parts, dim=2) for parts in zip(*self.parts))
+            whole = [_joined(parts, dim=2) for parts in zip(*self.parts)]
             self.parts = []
             if self.comm == "exchange":
-                self.moving = group, ExchangedGradients(group, dk, dv, self.like[0], self.link)
+                self.moving = group, ExchangedGradients(group, whole, self.k_shape, self.link)
             else:
-                self.moving = group, GatheredGradients(group, dk, dv, self.link)
+                self.moving = group, GatheredGradients(whole, self.link)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         self._settle()
@@ -193,14 +201,14 @@ class _KeyGradients:
         self.pending = None
         if received is not None:
             self.total = self.total or self._zeros()  # or the buffer that the part came in would stay alive
-            self._add(slice(0, self.like[0].shape[1]), *unpack(received, *self.like))
+            self._add(slice(0, self.k_shape[1]), *unpack(received, self.k_shape, self.v_shape))
         if self.moving is not None:
             group, moving = self.moving
             self.moving = None
             self._add(group.keys, *moving.wait())
 
     def _add(self, heads: slice, dk: Tensor, dv: Tensor) -> None:
-        if self.total is None and dk.shape[1] == self.like[0].shape[1]:
+        if self.total is None and dk.shape[1] == self.k_shape[1]:
             self.total = dk, dv  # what nothing is added to stays as it came, and costs no launch
             return
         dk_total, dv_total = (x.to(self.dtype) for x in self.total or self._zeros())
@@ -209,8 +217,8 @@ class _KeyGradients:
         self.total = dk_total, dv_total
 
     def _zeros(self) -> tuple[Tensor, Tensor]:
-        k, v = self.like
-        return torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
+        dk, dv = (torch.zeros(x, dtype=self.dtype, device=self.device) for x in (self.k_shape, self.v_shape))
+        return dk, dv
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -256,7 +256,8 @@ def _lean_layer(setup: Setup) -> tuple[int, str]:
 def _attention(setup: Setup, groups: int) -> int:
     """Buffers of one group of KV heads in backward, keys of all ranks included."""
     heads, keys = _heads(setup) // groups, _keys(setup) // groups
-    whole = keys * (setup.cp if setup.comm == "gather" else 2 if setup.comm == "ring" else setup.cp)
+    # In a ring: this rank's, those it computes with and the next; of gradients, new ones, leaving ones, arriving ones.
+    whole = keys * (3 if setup.comm == "ring" else setup.cp)
     wide = max(4, setup.element_bytes) / setup.element_bytes
     inputs, results = 3 * heads + whole, heads + whole  # q, out, dout, k and v; dq, dk and dv
     if setup.on_cpu:
@@ -264,6 +265,5 @@ def _attention(setup: Setup, groups: int) -> int:
         scores = min(1 << 26, setup.rows * setup.model.num_heads * 256 * setup.seq_len * 4 // groups)
         widened = 0 if setup.element_bytes >= 4 else inputs * wide
         return int(inputs + widened + results * wide + (heads + keys) * wide) + 5 * scores
-    # FLASH adds up in fp32; between ranks, gradients are packed for those they belong to, and arrive from all.
-    own_or_moved = max(results * wide, 2 * whole if setup.cp > 1 else 0)
-    return int(inputs + results + own_or_moved + keys * wide)
+    # FLASH adds up in fp32. Gradients are packed, and others' arrive, when the keys and those sums are gone.
+    return int(inputs + results + results * wide + keys * wide)

@@ -1,4 +1,8 @@
-"""How keys and values of one stage reach a rank, and how their gradients come home: started now, awaited later."""
+"""How keys and values of one stage reach a rank, and how their gradients come home: started now, awaited later.
+
+What waits holds what is on its way and nothing else: of the tensors that were packed it knows the shapes. Gradients are
+handed over in a list that is emptied once they are packed, so that their memory is free when others' arrive.
+"""
 
 from __future__ import annotations
 
@@ -16,53 +20,59 @@ class Gathering:
     """Everybody's keys and values of one head group on their way to everybody."""
 
     def __init__(self, group: HeadGroup, k: Tensor, v: Tensor, link: Link) -> None:
-        self.like = k[:, group.keys], v[:, group.keys]
-        self.pending = link.start_all_gather(_by_row(*self.like))
+        keys, values = k[:, group.keys], v[:, group.keys]
+        self.shapes = keys.shape, values.shape
+        self.pending = link.start_all_gather(_by_row(keys, values))
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
         """Views [B, G, cp_size * L, D] of what came, in rank order, for the one stage that there is."""
         received = self.pending.wait()
         assert received is not None
-        return [_of_rows(received.flatten(0, 1), *self.like)]
+        return [_of_rows(received.flatten(0, 1), *self.shapes)]
 
 
 class GatheredGradients:
     """The adjoint of `Gathering`: every rank's part of this rank's gradients, added in rank order."""
 
-    def __init__(self, group: HeadGroup, dk: Tensor, dv: Tensor, link: Link) -> None:
-        self.like = dk, dv
-        parts = _by_row(dk, dv).view(link.size, -1)
+    def __init__(self, dkv: list[Tensor], link: Link) -> None:
+        self.k_shape, self.v_shape = (x.shape for x in dkv)
+        parts = _by_row(*dkv).view(link.size, -1)
+        dkv.clear()
         self.pending = link.start_all_to_all(parts, [1] * link.size, [1] * link.size)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         parts = self.pending.wait()
         assert parts is not None
         total = parts.sum(0, dtype=accumulation_dtype(parts.dtype))
-        dk, dv = self.like
-        width = dk.shape[1] * (dk.shape[3] + dv.shape[3])
-        return _of_rows(total.view(-1, dk.shape[0], width), dk, dv)
+        batch, groups, _, dim = self.k_shape
+        width = groups * (dim + self.v_shape[3])
+        return _of_rows(total.view(-1, batch, width), self.k_shape, self.v_shape)
 
 
 class Exchanging:
     """The needed blocks of one head group on their way."""
 
     def __init__(self, group: HeadGroup, k: Tensor, v: Tensor, link: Link) -> None:
-        self.exchange, self.routes = _routes(group, k)
+        self.exchange, self.routes = _routes(group, k.shape[1], k.device)
         self.stages = len(group.stages)
         k_group, v_group = k[:, group.keys], v[:, group.keys]
         self.batch, self.groups, length, self.dim = k_group.shape
         self.blocks = length // self.exchange.block_size
-        self.own = _rows(torch.cat([k_group, v_group], dim=-1), self.exchange.block_size)
-        self.pending = _send(link, self.exchange, self.own, self.routes.send_rows, self.routes, forward=True)
+        own = _rows(torch.cat([k_group, v_group], dim=-1), self.exchange.block_size)
+        sent = _picked(own, self.routes.send_rows)
+        self.own: Tensor | None = own
+        self.pending = _send(link, self.exchange, sent, self.routes, forward=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of this rank's own blocks and then of the received ones, [B, G, rows, D] for each stage."""
-        buffer = self.own.new_empty(self.groups, self.exchange.slots, self.own.shape[1])
-        buffer[:, : self.blocks] = self.own.unflatten(0, (self.groups, self.blocks))
+        # First, since what was sent is as large as the buffer where everybody needs it, and is free now.
+        received = None if self.pending is None else self.pending.wait()
+        own, self.own = self.own, None
+        assert own is not None
+        buffer = own.new_empty(self.groups, self.exchange.slots, own.shape[1])
+        buffer[:, : self.blocks] = own.unflatten(0, (self.groups, self.blocks))
         buffer[:, self.exchange.used :] = 0  # slots that stay empty are multiplied with, too
-        if self.pending is not None:
-            received = self.pending.wait()
-            assert received is not None
+        if received is not None:
             words, received_words = _words(buffer.flatten(0, 1), received)
             words[self.routes.receive_rows] = received_words
         parts = [_unrows(part, self.batch, self.exchange.block_size) for part in buffer.chunk(self.stages, dim=1)]
@@ -72,13 +82,18 @@ class Exchanging:
 class ExchangedGradients:
     """The adjoint of `Exchanging`: every rank's gradients of this rank's rows, added in rank order."""
 
-    def __init__(self, group: HeadGroup, dk: Tensor, dv: Tensor, like: Tensor, link: Link) -> None:
-        self.exchange, self.routes = _routes(group, like)
-        self.batch, self.groups, _, self.dim = dk.shape
-        self.blocks = like.shape[2] // self.exchange.block_size
-        rows = _rows(torch.cat([dk, dv], dim=-1), self.exchange.block_size)
-        self.own = rows.unflatten(0, (self.groups, self.exchange.slots))[:, : self.blocks].flatten(0, 1)
-        self.pending = _send(link, self.exchange, rows, self.routes.receive_rows, self.routes, forward=False)
+    def __init__(self, group: HeadGroup, dkv: list[Tensor], k_shape: torch.Size, link: Link) -> None:
+        self.exchange, self.routes = _routes(group, k_shape[1], dkv[0].device)
+        self.batch, self.groups, _, self.dim = dkv[0].shape
+        self.blocks = k_shape[2] // self.exchange.block_size
+        rows = _rows(torch.cat(dkv, dim=-1), self.exchange.block_size)
+        dkv.clear()
+        sent = _picked(rows, self.routes.receive_rows)
+        own = rows.unflatten(0, (self.groups, self.exchange.slots))[:, : self.blocks]
+        # Copied, since a view would keep the rows of all slots alive.
+        self.own = own.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        del rows, own
+        self.pending = _send(link, self.exchange, sent, self.routes, forward=False)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         total = self.own
@@ -90,18 +105,22 @@ class ExchangedGradients:
         return dkv[..., : self.dim], dkv[..., self.dim :]
 
 
-def _routes(group: HeadGroup, like: Tensor) -> tuple[Exchange, Routes]:
+def _routes(group: HeadGroup, num_kv_heads: int, device: torch.device) -> tuple[Exchange, Routes]:
     exchange = group.stages[0].exchange
     assert exchange is not None
-    return exchange, exchange.routes(like.shape[1], like.device, group.keys)
+    return exchange, exchange.routes(num_kv_heads, device, group.keys)
 
 
-def _send(link: Link, exchange: Exchange, rows: Tensor, which: Tensor, routes: Routes, forward: bool) -> Pending | None:
+def _picked(rows: Tensor, which: Tensor) -> Tensor:
+    (words,) = _words(rows)
+    return words[which].view(rows.dtype)
+
+
+def _send(link: Link, exchange: Exchange, rows: Tensor, routes: Routes, forward: bool) -> Pending | None:
     if exchange.silent:
         return None
     counts = routes.send_counts, routes.receive_counts
-    (words,) = _words(rows)
-    return link.start_all_to_all(words[which].view(rows.dtype), *(counts if forward else counts[::-1]))
+    return link.start_all_to_all(rows, *(counts if forward else counts[::-1]))
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
@@ -109,26 +128,27 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.flatten(), v.flatten()])
 
 
-def unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack` along the last dimension; any leading ones stay."""
-    keys, values = kv.split([k.numel(), v.numel()], dim=-1)
-    return keys.unflatten(-1, k.shape), values.unflatten(-1, v.shape)
+def unpack(kv: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack`, as views."""
+    keys, values = kv.split([k_shape.numel(), v_shape.numel()])
+    return keys.view(k_shape), values.view(v_shape)
 
 
 def _by_row(k: Tensor, v: Tensor) -> Tensor:
     """[L, B, G * (D + Dv)]: a position's keys beside its values, so that shards one after another are one sequence."""
     batch, groups, length, dim = k.shape
     rows = k.new_empty(length, batch, groups * (dim + v.shape[3]))
-    for here, x in zip(_of_rows(rows, k, v), (k, v)):
+    for here, x in zip(_of_rows(rows, k.shape, v.shape), (k, v)):
         here_words, words = _words(here, x)
         here_words.copy_(words)
     return rows
 
 
-def _of_rows(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_by_row`, as views: [B, G, L, D] and [B, G, L, Dv], of the heads and dims of k and v."""
-    parts = rows.split([k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]], dim=-1)
-    keys, values = (part.unflatten(-1, (x.shape[1], x.shape[3])).permute(1, 2, 0, 3) for part, x in zip(parts, (k, v)))
+def _of_rows(rows: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The inverse of `_by_row`, as views: [B, G, L, D] and [B, G, L, Dv], of the heads and dims of these shapes."""
+    heads = [(shape[1], shape[3]) for shape in (k_shape, v_shape)]
+    parts = rows.split([groups * dim for groups, dim in heads], dim=-1)
+    keys, values = (part.unflatten(-1, each).permute(1, 2, 0, 3) for part, each in zip(parts, heads))
     return keys, values
 
 

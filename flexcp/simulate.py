@@ -8,6 +8,7 @@ be. So a group of 8 or 64 ranks can be measured on one device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._rank, self._size, self._gb_s = rank, size, gb_s
         self._name = ""
         self._streams: dict[torch.device, Any] = {}
-        self._sent: Tensor | None = None
+        self._sent: weakref.ref[Tensor] | None = None
         self.received_bytes = 0
 
     def size(self) -> int:
@@ -131,11 +132,11 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._copy([], sum(x.nbytes for x in tensors), tensors)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
-        self._sent = tensors[0]
+        self._sent = weakref.ref(tensors[0])  # in flight as long as its sender holds it, and not until the next receive
         return self._copy([], 0, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        sent, self._sent = self._sent, None
+        sent, self._sent = self._sent and self._sent(), None
         pairs = [(x, x if sent is None else sent) for x in tensors]
         return self._copy(pairs, sum(x.nbytes for x in tensors))
 

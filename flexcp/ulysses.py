@@ -139,16 +139,18 @@ class Switch:
 
     def _swap_out(self, tensors: Sequence[Tensor], heads: Sequence[tuple[slice, ...]]) -> list[Tensor]:
         pieces = [x.chunk(self.ranks, dim=2) for x in tensors]
-        shapes, results = [], []
+        shapes = []
         for x, mine in zip(tensors, heads):
             rows = x.shape[2] // self.ranks
             counts = [some.stop - some.start for some in mine]
             shapes.append([x.new_empty(x.shape[0], count, rows, *x.shape[3:], device="meta") for count in counts])
-            dtype = accumulation_dtype(x.dtype)
-            results.append(x.new_zeros(x.shape[0], mine[-1].stop, rows, *x.shape[3:], dtype=dtype))
-        for total, mine, parts in zip(results, heads, self._exchange(pieces, shapes)):
+        results = []
+        for mine, parts in zip(heads, self._exchange(pieces, shapes)):
+            first, dtype = parts[0], accumulation_dtype(parts[0].dtype)
+            total = first.new_zeros(first.shape[0], mine[-1].stop, *first.shape[2:], dtype=dtype)
             for some, part in zip(mine, parts):
                 total[:, some] += part
+            results.append(total)
         return results
 
     def _exchange(self, pieces: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -159,10 +161,12 @@ class Switch:
         pending: list[tuple[list[int], Pending]] = []
         for dtype in dict.fromkeys(parts[0].dtype for parts in pieces):
             which = [i for i, parts in enumerate(pieces) if parts[0].dtype == dtype]
-            by_rank = [torch.cat([pieces[i][rank].flatten() for i in which]) for rank in range(self.ranks)]
-            arriving = [sum(like[i][rank].numel() for i in which) for rank in range(self.ranks)]
-            message = self.sharing.start_all_to_all(torch.cat(by_rank)[:, None], [x.numel() for x in by_rank], arriving)
-            pending.append((which, message))
+            leaving, arriving = (
+                [sum(x[i][rank].numel() for i in which) for rank in range(self.ranks)] for x in (pieces, like)
+            )
+            packed = _packed([pieces[i][rank] for rank in range(self.ranks) for i in which])
+            pending.append((which, self.sharing.start_all_to_all(packed[:, None], leaving, arriving)))
+            del packed
         received: list[list[Tensor]] = [[] for _ in pieces]
         for which, message in pending:
             flat = message.wait()
@@ -172,3 +176,11 @@ class Switch:
             for at, (part, shape) in enumerate(zip(flat[:, 0].split(sizes), shapes)):
                 received[which[at % len(which)]].append(part.view(shape))
         return received
+
+
+def _packed(pieces: Sequence[Tensor]) -> Tensor:
+    """One after the other in one buffer; each is copied once, and nothing is kept beside it."""
+    packed = pieces[0].new_empty(sum(x.numel() for x in pieces))
+    for target, piece in zip(packed.split([x.numel() for x in pieces]), pieces):
+        target.view(piece.shape).copy_(piece)
+    return packed

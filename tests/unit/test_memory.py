@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flexcp
 from flexcp import masks, plancli
@@ -14,6 +16,7 @@ from flexcp.loss import chunked_loss
 from flexcp.memory import Setup, estimate
 from flexcp.memoryadvice import Limits, advise, flags, longest, require_fit
 from flexcp.models import Llama3Config, build, get_config
+from flexcp.simulate import simulate
 from tests.live_memory import LiveMemory
 
 GIB = 2**30
@@ -157,3 +160,33 @@ def test_prediction_beside_a_real_step(lean: Lean | None) -> None:
     predicted = sum(item.device for item in estimate(setup).items if item.name not in there)
     print(f"{lean}: {memory.peak_bytes:,} bytes, predicted {predicted:,} ({predicted / memory.peak_bytes - 1:+.1%})")
     assert predicted == pytest.approx(memory.peak_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize(("comm", "serial"), [("gather", 1), ("gather", 4), ("ring", 4)])
+def test_prediction_beside_a_rank_of_four(comm: str, serial: int) -> None:
+    """Where keys come from others, with the formula of a GPU, whose kernel holds no scores."""
+    config = replace(CONFIG, num_layers=2, num_kv_heads=4, ffn_dim=512)
+    length, lean = 4096, Lean(tile=128, head_groups=serial)
+    simulate(1, 4, 450.0)
+    try:
+        model = build(config, seed=0)
+        make_lean(model.layers, lean)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        plan = flexcp.plan(masks.sliding_window(16), length, mesh, comm=comm, balance="contiguous", block_size=32)
+        tokens = torch.randint(500, (1, plan.local_len))
+
+        def head(x: Tensor, norm: nn.Module, weight: Tensor) -> Tensor:
+            return chunked_loss(x, weight, tokens, norm=norm, norm_parameters=list(norm.parameters()), chunk=256)
+
+        with LiveMemory() as memory, flexcp.context_parallel(plan):
+            model(tokens, plan.positions, plan.block_mask, head=head).backward()
+    finally:
+        dist.destroy_process_group()
+    given = {"cp": 4, "fsdp": False, "step_in_backward": True, "chunk": 256, "ac": "selective", "comm": comm}
+    needed = estimate(Setup(config, length, tile=lean.tile, serial=serial, **given))
+    there = {"parameters", "optimizer (adamw)"}
+    predicted = sum(item.device for item in needed.items if item.name not in there)
+    print(f"{comm} {lean}: {memory.peak_bytes:,} bytes, predicted {predicted / memory.peak_bytes - 1:+.1%}")
+    assert 0.95 < predicted / memory.peak_bytes < 1.2
